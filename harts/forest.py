@@ -1,0 +1,221 @@
+"""The prefix forest: which tokens of which trajectories are one computation.
+
+Shapes: S semantic positions · C compact tokens · N trajectories · V segments.
+Paper: sections 2.1 and 3.1.
+
+Trajectories are sorted lexicographically; adjacent longest common prefixes (LCP) then say
+everything about sharing. Contracting fork-free paths of the prefix trie gives *segments*.
+Compact tokens are numbered depth first: segment after segment, in lexicographic order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harts.trajectories import TrajectoryBatch
+
+Int = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PrefixForest:
+    """Prefix sharing among some trajectories of a batch.
+
+    A segment is a maximal path without a fork; a trajectory that ends inside another's path
+    makes no boundary. Segments are listed depth first, parents before children and children in
+    lexicographic order of their tokens.
+    """
+
+    members: Int
+    """[N] row of each trajectory in its batch, in lexicographic order (equal ones: input order)."""
+    lengths: Int
+    """[N] tokens of each trajectory, in the order of ``members``."""
+    lcp: Int
+    """[N] longest common prefix with the predecessor in ``members``; ``lcp[0] == 0``."""
+    segment_parent: Int
+    """[V] parent segment, -1 for a root; always smaller than the segment's own number."""
+    segment_start: Int
+    """[V] position of the segment's first token in its trajectories."""
+    segment_end: Int
+    """[V] position behind the segment's last token: the fork position of an inner segment."""
+    segment_member: Int
+    """[V] index into ``members`` of a trajectory that runs through the whole segment."""
+
+    @classmethod
+    def build(cls, batch: TrajectoryBatch, *, share: bool = True) -> "PrefixForest":
+        """Find what the trajectories of ``batch`` share.
+
+        Two positions share a compact token if and only if their whole prefixes are equal in
+        tokens and, where the batch has one, in the ``identity`` key. With ``share=False`` every
+        trajectory, also an exact duplicate, is a tree of its own: trajectory-wise training.
+        """
+        order, lcp = sorted_prefixes(batch)
+        if not share:
+            lcp = np.zeros_like(lcp)
+        return cls.from_lcp(order, batch.lengths[order], lcp)
+
+    @classmethod
+    def from_lcp(cls, members: Int, lengths: Int, lcp: Int) -> "PrefixForest":
+        """Build the segments from lexicographically sorted lengths and adjacent LCPs."""
+        parent, start, end, member = _segments(lengths, lcp)
+        return cls(
+            members=members,
+            lengths=lengths,
+            lcp=lcp,
+            segment_parent=parent,
+            segment_start=start,
+            segment_end=end,
+            segment_member=member,
+        )
+
+    def subset(self, sorted_positions: Int) -> "PrefixForest":
+        """Restrict to some trajectories, given as ascending indices into ``members``."""
+        at = np.asarray(sorted_positions, dtype=np.int64)
+        # The LCP of two sorted trajectories is the minimum of the adjacent LCPs between them.
+        padded = np.append(self.lcp, 0)
+        lcp = np.zeros(len(at), dtype=np.int64)
+        if len(at) > 1:
+            between = np.stack([at[:-1] + 1, at[1:] + 1], axis=1).ravel()
+            lcp[1:] = np.minimum.reduceat(padded, between)[::2]
+        return PrefixForest.from_lcp(self.members[at], self.lengths[at], lcp)
+
+    @property
+    def segment_lengths(self) -> Int:
+        """[V] tokens of each segment."""
+        return self.segment_end - self.segment_start
+
+    @property
+    def segment_offset(self) -> Int:
+        """[V] compact token (depth-first number) of each segment's first token."""
+        lengths = self.segment_lengths
+        return np.cumsum(lengths) - lengths
+
+    @property
+    def compact_tokens(self) -> int:
+        """C: unique tokens of the trie, the compact work of Eq. 5."""
+        return int(self.lengths.sum() - self.lcp.sum())
+
+    @property
+    def raw_tokens(self) -> int:
+        """S: all token occurrences."""
+        return int(self.lengths.sum())
+
+    def compact_map(self) -> list[Int]:
+        """The map m: S -> C of Eq. 3: one array [length] of compact tokens a member.
+
+        The numbers are depth first; equal prefixes hold equal numbers.
+        """
+        rows: list[Int] = []
+        fresh = 0
+        previous = np.empty(0, dtype=np.int64)
+        for length, shared in zip(self.lengths.tolist(), self.lcp.tolist(), strict=True):
+            own = np.empty(length, dtype=np.int64)
+            own[:shared] = previous[:shared]
+            own[shared:] = np.arange(fresh, fresh + length - shared)
+            fresh += length - shared
+            rows.append(own)
+            previous = own
+        return rows
+
+
+def sorted_prefixes(batch: TrajectoryBatch) -> tuple[Int, Int]:
+    """Sort trajectories lexicographically; return (order [N], adjacent LCP [N]).
+
+    The order is stable: equal trajectories keep their input order. A strict prefix precedes its
+    extensions.
+    """
+    keys = _byte_keys(batch)
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+    lcp = np.zeros(len(keys), dtype=np.int64)
+    tokens = [batch.tokens[a:b] for a, b in _spans(batch.offsets)]
+    identity = (
+        None if batch.identity is None else [batch.identity[a:b] for a, b in _spans(batch.offsets)]
+    )
+    for i in range(1, len(order)):
+        left, right = int(order[i - 1]), int(order[i])
+        shared = _common_prefix(tokens[left], tokens[right])
+        if identity is not None:
+            shared = min(shared, _common_prefix(identity[left], identity[right]))
+        lcp[i] = shared
+    return order, lcp
+
+
+def _spans(offsets: Int) -> list[tuple[int, int]]:
+    bounds = offsets.tolist()
+    return list(pairwise(bounds))
+
+
+def _byte_keys(batch: TrajectoryBatch) -> list[bytes]:
+    """One bytes key a trajectory: fixed-width big-endian records compare like their numbers."""
+    records: NDArray[np.void] | NDArray[np.uint32] = batch.tokens.astype(">u4")
+    if batch.identity is not None:
+        pairs = np.empty(batch.raw_tokens, dtype=[("token", ">u4"), ("identity", ">u8")])
+        pairs["token"] = batch.tokens
+        pairs["identity"] = batch.identity.view(np.uint64)
+        records = pairs
+    return [records[a:b].tobytes() for a, b in _spans(batch.offsets)]
+
+
+def _common_prefix(left: NDArray[np.generic], right: NDArray[np.generic]) -> int:
+    most = min(len(left), len(right))
+    differs = left[:most] != right[:most]
+    first = int(differs.argmax()) if most else 0
+    return first if most and differs[first] else most
+
+
+def _segments(lengths: Int, lcp: Int) -> tuple[Int, Int, Int, Int]:
+    """Contract fork-free paths: (parent, start, end, member) of every segment, depth first.
+
+    Only a trajectory that is no prefix of its successor is a leaf; others end on its path.
+    Leaves are inserted in order along a stack that holds the path to the latest leaf. A leaf
+    that leaves this path inside a segment splits it; the lower part keeps its number, so the
+    children that hang below stay valid. O(V) time, no recursion.
+    """
+    last = len(lengths) - 1
+    is_leaf = np.append(lcp[1:] < lengths[:-1], True)
+    parent: list[int] = []
+    start: list[int] = []
+    end: list[int] = []
+    member: list[int] = []
+    path: list[int] = []
+    depth_of_leaf = np.minimum.reduceat(lcp, _run_starts(is_leaf)) if last >= 0 else lcp
+    for leaf, fork in zip(np.flatnonzero(is_leaf).tolist(), depth_of_leaf.tolist(), strict=True):
+        while path and start[path[-1]] >= fork:
+            path.pop()
+        if path and end[path[-1]] > fork:
+            lower = path.pop()
+            parent.append(parent[lower])
+            start.append(start[lower])
+            end.append(fork)
+            member.append(member[lower])
+            path.append(len(parent) - 1)
+            parent[lower], start[lower] = path[-1], fork
+        parent.append(path[-1] if path else -1)
+        start.append(fork)
+        end.append(int(lengths[leaf]))
+        member.append(leaf)
+        path.append(len(parent) - 1)
+    return _depth_first(parent, start, end, member)
+
+
+def _run_starts(is_leaf: NDArray[np.bool_]) -> Int:
+    """First member of each run "prefixes of a leaf, then the leaf"."""
+    return np.concatenate([[0], np.flatnonzero(is_leaf)[:-1] + 1]).astype(np.int64)
+
+
+def _depth_first(
+    parent: Sequence[int], start: Sequence[int], end: Sequence[int], member: Sequence[int]
+) -> tuple[Int, Int, Int, Int]:
+    """Renumber segments depth first: by the first leaf below, then by position."""
+    old_parent = np.array(parent, dtype=np.int64)
+    old_start = np.array(start, dtype=np.int64)
+    old_member = np.array(member, dtype=np.int64)
+    order = np.lexsort((old_start, old_member))
+    number = np.empty(len(order) + 1, dtype=np.int64)
+    number[order] = np.arange(len(order))
+    number[-1] = -1
+    new_parent = number[old_parent[order]]
+    return new_parent, old_start[order], np.array(end, dtype=np.int64)[order], old_member[order]

@@ -1,0 +1,88 @@
+"""The gated delta rule over a tree of compact rows: one packed call a round (paper section 3.4).
+
+Shapes: R physical rows · C compact rows · P packed rows of one call · Q sequences in a call ·
+M requested boundary states · H query/key heads · G value heads · K key dim · V value dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harts.errors import InputError
+from harts.ops.delta_rule.arguments import check_rows, state_dtype
+from harts.ops.delta_rule.chunkwise import chunk_delta_rule
+from harts.ops.tree_index import TreeIndex
+
+
+def tree_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    *,
+    index: TreeIndex,
+    scale: float | None = None,
+) -> Tensor:
+    """Run KDA or Gated DeltaNet on compact rows, equal to running every trajectory alone.
+
+    Each round is one `chunk_delta_rule` call. Its sequences start from boundary states of earlier
+    rounds (in float32, or float64) and replay the rows between the boundary and their fork; replay
+    rows write nothing. Autograd adds the gradients of all consumers of one state.
+
+    Args:
+        query: [R, H, K]; value head g reads query/key head g // (G // H).
+        key: [R, H, K], normalised by the caller if the model does so.
+        value: [R, G, V].
+        log_decay: [R, G, K] (KDA) or [R, G] (Gated DeltaNet), at most 0.
+        beta: [R, G] step size.
+        index: rounds, replay and state sources.
+        scale: factor on the query; K**-0.5 by default.
+
+    Returns:
+        [R, G, V] in the dtype of value. Padding rows are never read; theirs are zeros.
+
+    Raises:
+        InputError: shapes that do not fit the index or each other.
+    """
+    check_rows(query, key, value, log_decay, beta)
+    if query.shape[0] != index.rows:
+        raise InputError(
+            f"tree delta rule: the index has {index.rows} physical rows, the tensors have "
+            f"{query.shape[0]}. Pass all rows of the layout, padding included."
+        )
+    columns = (query, key, value, log_decay, beta)
+    outputs = _run_rounds(columns, index, scale)
+    padding = value.new_zeros((index.rows - index.compact_rows, *value.shape[1:]))
+    return torch.cat([*outputs, padding])
+
+
+def _run_rounds(
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], index: TreeIndex, scale: float | None
+) -> list[Tensor]:
+    """Outputs of every round's own rows, in order."""
+    query, _, value, _, _ = columns
+    state_shape = (value.shape[1], query.shape[2], value.shape[2])
+    # Entry 0 is the zero state, so that source -1 is an ordinary row of the bank.
+    bank = value.new_zeros((1, *state_shape), dtype=state_dtype(query))
+    outputs = []
+    for packed in index.rounds:
+        if packed.initial_state.numel() == 0:
+            continue
+        q, k, v, g, b = (column.index_select(0, packed.packed_rows) for column in columns)
+        result = chunk_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            b,
+            cu_seqlens=packed.cu_seqlens,
+            initial_state=bank.index_select(0, packed.initial_state + 1),
+            boundaries=packed.boundaries,
+            chunk_size=index.chunk_size,
+            scale=scale,
+        )
+        outputs.append(result.output.index_select(0, packed.own_positions))
+        bank = torch.cat((bank, result.boundary_states))
+    return outputs

@@ -1,0 +1,75 @@
+"""Full attention over a compact tree of rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from harts.errors import InputError
+from harts.ops.attention.cascade import attend_tree_cascade
+from harts.ops.attention.reference import attend_tree
+from harts.ops.tree_index import TreeIndex
+
+__all__ = ["tree_attention"]
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    index: TreeIndex,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of each row to its own trajectory prefix (paper Eq. 21 and 22).
+
+    A sequence of l own rows with h ancestors attends as l queries to h + l keys, aligned bottom
+    right: query i sees entry j when j <= h + i. Multi-head (H == Hkv) and grouped-query attention;
+    head h reads key/value head h // (H // Hkv). Positions are the caller's: apply rotary
+    embeddings before.
+
+    On the CPU the fused kernels run once per ancestor run that sequences share; elsewhere
+    `attend_tree` expands the ancestors of each sequence, as the paper does.
+
+    Args:
+        query: [R, H, K] rows. Padding rows of all three may hold anything.
+        key: [R, Hkv, K] rows.
+        value: [R, Hkv, V] rows; V may differ from K.
+        index: the tree of rows.
+        scale: multiplies the scores; K**-0.5 by default.
+
+    Returns:
+        [R, H, V] in the dtype of `query`, computed in float32 (float64 for float64); padding rows
+        are zero and get zero gradient.
+
+    Raises:
+        InputError: shapes or dtypes do not fit, or H is not a multiple of Hkv.
+    """
+    _check(query, key, value, index)
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    if query.device.type == "cpu":
+        return attend_tree_cascade(query, key, value, index, scale)
+    return attend_tree(query, key, value, index, scale)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, index: TreeIndex) -> None:
+    rows = index.rows
+    if any(t.dim() != 3 or t.shape[0] != rows for t in (query, key, value)):
+        raise InputError(
+            f"tree_attention: query, key and value must be [R, heads, dim] with R = {rows} rows of "
+            f"the index; got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}."
+        )
+    if query.shape[2] != key.shape[2] or key.shape[1] != value.shape[1]:
+        raise InputError(
+            f"tree_attention: query and key must share K, key and value their heads; got query "
+            f"{tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}."
+        )
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise InputError(
+            f"tree_attention: query heads must be a multiple of key/value heads; got "
+            f"{query.shape[1]} and {key.shape[1]}."
+        )
+    if not query.dtype == key.dtype == value.dtype:
+        raise InputError(
+            f"tree_attention: query, key and value must share a dtype; got {query.dtype}, "
+            f"{key.dtype}, {value.dtype}. Cast them before the call."
+        )

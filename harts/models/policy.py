@@ -1,0 +1,201 @@
+"""A Hugging Face causal language model as a policy over rollout trees.
+
+Shapes: R physical rows · D model width · E experts · A vocabulary · P semantic log-prob positions.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from harts.errors import InputError, UnsupportedError
+from harts.layout import CompactLayout
+from harts.models.families import ModelFamily, family_of
+from harts.ops.attention import tree_attention
+from harts.ops.logprobs import mapped_logprobs
+from harts.ops.router import RouterStatistics, router_statistics, updated_expert_bias
+from harts.ops.tree_index import TreeIndex
+
+ATTENTION_NAME = "harts_tree"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyOutput:
+    """What one microbatch gives back to the RL objective."""
+
+    logprobs: Tensor
+    """[P] log-prob of each next token, trajectory by trajectory in ``layout.members`` order."""
+    router: tuple[RouterStatistics, ...]
+    """One a MoE layer, weighted by multiplicity; empty for a dense model."""
+
+
+class TreePolicy(nn.Module):
+    """Runs a prepared model on compact layouts. The model keeps its weights, names and class."""
+
+    model: PreTrainedModel
+    top_k: int
+    """Experts per token; 0 in a dense model."""
+
+    def __init__(self, model: PreTrainedModel, family: ModelFamily) -> None:
+        super().__init__()
+        self.model = model
+        self.family = family
+        self._recorded: list[tuple[Tensor, Tensor]] | None = None
+        routers: list[Any] = [m for m in model.modules() if isinstance(m, family.router_class)]
+        self.top_k = routers[0].top_k if routers else 0
+        for router in routers:
+            router.register_forward_hook(self._record)
+
+    def forward(self, layout: CompactLayout) -> PolicyOutput:
+        """Log-probs of every semantic position and router statistics of one microbatch.
+
+        Raises:
+            InputError: the layout was planned for another chunk length, or holds a token id
+                outside the model's vocabulary.
+        """
+        self._check(layout)
+        head = self.model.get_output_embeddings()
+        tree = TreeIndex.from_layout(layout, head.weight.device)
+        with self._recording() as recorded:
+            hidden = self.hidden_states(tree)
+        return PolicyOutput(
+            logprobs=mapped_logprobs(
+                hidden, head.weight, tree.target_rows, tree.targets, bias=head.bias
+            ),
+            router=tuple(
+                router_statistics(logits, selected, tree.multiplicity, self.family.router_score)
+                for logits, selected in recorded
+            ),
+        )
+
+    def hidden_states(self, tree: TreeIndex) -> Tensor:
+        """Run the decoder on compact rows: [R, D] after the final norm."""
+        output = self.model.get_decoder()(
+            input_ids=tree.tokens.unsqueeze(0),
+            position_ids=tree.positions.unsqueeze(0),
+            # A mapping is taken as it is: no mask is built, each layer reads the tree instead.
+            attention_mask={"full_attention": None, "linear_attention": None},
+            use_cache=False,
+            tree=tree,
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def update_expert_bias(self, counts: Sequence[Tensor], rate: float) -> None:
+        """Balance the experts after a step; see the function of this name."""
+        update_expert_bias(self.model, self.family, counts, rate)
+
+    def set_recomputation(
+        self, on: bool, *, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> None:
+        """Recompute every decoder layer in backward, from the same plan, or keep activations.
+
+        ``scope`` is entered around each recomputation: torch leaves function modes in backward,
+        so one that was active in forward must be named here.
+        """
+        self.model.activation_checkpointing_disable()
+        if on:
+            self.model.activation_checkpointing_enable(
+                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), scope())}
+            )
+
+    def _check(self, layout: CompactLayout) -> None:
+        if layout.chunk_size != self.family.chunk_size:
+            raise InputError(
+                f"the layout is planned for chunk length {layout.chunk_size}, expected "
+                f"{self.family.chunk_size} for {self.family.model_type}; plan with --chunk-size "
+                f"{self.family.chunk_size}"
+            )
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        if int(layout.tokens.max()) >= vocabulary:
+            raise InputError(
+                f"token id {int(layout.tokens.max())} is outside the model's vocabulary of "
+                f"{vocabulary}; use the tokenizer of this model or a model with a larger vocabulary"
+            )
+
+    @contextmanager
+    def _recording(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Collect router outputs of one forward; recomputation in backward adds nothing."""
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+
+    def _record(self, _router: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> None:
+        if self._recorded is not None:
+            logits, _, selected = output
+            self._recorded.append((logits, selected))
+
+
+def prepare(model: PreTrainedModel) -> TreePolicy:
+    """Make a Hugging Face causal language model run on rollout trees.
+
+    The model is changed in place through the library's own extension points: its attention
+    implementation is set to a registered one, its linear-attention layers become subclasses of
+    their class, and its routers get a forward hook. Weights and their names stay; without a
+    tree the model runs, generates and saves as before.
+
+    Raises:
+        UnsupportedError: no adapter for this model, or it is prepared already.
+    """
+    family = family_of(model)
+    if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
+        raise UnsupportedError("this model is prepared already; use the first TreePolicy")
+    for module in model.modules():
+        tree_class = family.tree_layers.get(type(module))
+        if tree_class is not None:
+            module.__class__ = tree_class
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return TreePolicy(model, family)
+
+
+@torch.no_grad()
+def update_expert_bias(
+    model: nn.Module, family: ModelFamily, counts: Sequence[Tensor], rate: float
+) -> None:
+    """Move every router's balancing bias by ``rate`` against its load over the whole step.
+
+    Args:
+        model: a model of ``family``, prepared or not.
+        family: names the bias; a family without one is left as it is.
+        counts: [E] multiplicity-weighted assignment counts, one a MoE layer, summed over all
+            microbatches and replicas.
+        rate: step of the bias.
+    """
+    if family.expert_bias is None:
+        return
+    routers = [m for m in model.modules() if isinstance(m, family.router_class)]
+    for router, load in zip(routers, counts, strict=True):
+        bias: Tensor = getattr(router, family.expert_bias)
+        bias.copy_(updated_expert_bias(bias, load, rate))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    tree: TreeIndex | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered attention function: [1, H, R, K] heads to [1, R, H, V] outputs."""
+    if tree is None:
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output, None
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    return tree_attention(*rows, index=tree, scale=scaling).unsqueeze(0), None

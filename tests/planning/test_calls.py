@@ -93,7 +93,7 @@ def case_iii() -> str:
     for replay in CASE_III_REPLAYS:
         after = ends[-1] if ends else 63
         ends.append(after + 1 + (replay - after - 1) % 64)
-    lines = ["-> R3:3", f"R3 -> G1:5 H1:124 I1:67", f"G1 -> G2:30 G3:{ends[0]}"]
+    lines = ["-> R3:3", "R3 -> G1:5 H1:124 I1:67", f"G1 -> G2:30 G3:{ends[0]}"]
     for i, name in enumerate(inner):
         direct, side = f"G{4 + 2 * i}", f"G{5 + 2 * i}"
         following = ends[i + 1] if i + 1 < len(ends) else ends[i] + 20

@@ -1,0 +1,75 @@
+"""The command line: one module a command, errors as one readable block (DESIGN section 4)."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from harts import __version__
+from harts.cli.bench import bench
+from harts.cli.check import check
+from harts.cli.plan import plan
+from harts.cli.synth import synth
+from harts.cli.train import train
+from harts.errors import HartsError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train hybrid-attention agents on rollout trees: every shared token once.",
+)
+for command in (plan, check, train, bench, synth):
+    app.command()(command)
+
+_debug = False
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 the answer is no, 2 bad usage or input."""
+    # Threads that spin while they wait slow a step many times over when other programs run. The
+    # thread library reads this when torch is imported, which commands do late.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app(arguments)
+    except HartsError as error:
+        if _debug:
+            raise
+        _complain("error", str(error))
+        sys.exit(2)
+    except Exception as error:
+        if _debug:
+            raise
+        _complain(
+            "unexpected error",
+            f"{type(error).__name__}: {error}\nThis is a fault in HARTS or below it. Run again "
+            "with `harts --debug ...` for the traceback, and please report it.",
+        )
+        sys.exit(2)
+
+
+def _complain(title: str, message: str) -> None:
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[bold red]{title}:[/] ", end="")
+    console.print(message, markup=False)

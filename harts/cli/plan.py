@@ -1,0 +1,62 @@
+"""``harts plan``: microbatches, replicas, slots and linear-attention calls of a file."""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harts.planning.step import Planner, StepPlan, plan_step
+from harts.trajectories import read_trajectories
+
+
+def plan(
+    files: Annotated[list[Path], typer.Argument(help="Parquet or JSON lines, a row a trajectory.")],
+    replicas: Annotated[int, typer.Option(help="Data-parallel replicas, D.")],
+    capacity: Annotated[int, typer.Option(help="Compact tokens a microbatch may hold, T.")],
+    chunk_size: Annotated[int, typer.Option(help="Chunk length of linear attention, B.")] = 64,
+    planner: Annotated[Planner, typer.Option(help="How memberships are found.")] = "best",
+    json: Annotated[Path | None, typer.Option(help="Write the whole plan here.")] = None,
+) -> None:
+    """Plan one optimisation step.
+
+    Example: harts plan rollouts.parquet --replicas 4 --capacity 65536 --json plan.json
+    """
+    began = time.perf_counter()
+    batch = read_trajectories(files)
+    loaded = time.perf_counter()
+    step = plan_step(
+        batch, replicas=replicas, capacity=capacity, chunk_size=chunk_size, planner=planner
+    )
+    step = dataclasses.replace(step, timings_s={**step.timings_s, "load": loaded - began})
+    if json is not None:
+        step.save(json)
+    _show(step, len(batch))
+
+
+def _show(step: StepPlan, trajectories: int) -> None:
+    work, slots, replica = step.objective
+    rounds = [len(m.calls.rounds) for m in step.microbatches]
+    replay = sum(m.calls.replay_tokens for m in step.microbatches)
+    gap = work / step.lower_bound - 1
+    table = Table(title="Plan of one optimisation step", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in (
+        ("trajectories", f"{trajectories:,}"),
+        ("tokens, each trajectory alone", f"{step.raw_tokens:,}"),
+        ("tokens, shared across microbatches of the plan", f"{work:,}"),
+        ("compression", f"{step.raw_tokens / work:.3f} x"),
+        ("lower bound on the plan's tokens (gap)", f"{step.lower_bound:,} ({gap:.2%})"),
+        ("microbatches = slots x replicas", f"{step.slots} x {step.replicas}"),
+        ("sum of slot maxima", f"{slots:,}"),
+        ("heaviest replica", f"{replica:,}"),
+        ("linear-attention calls a layer, most in a microbatch", f"{max(rounds)}"),
+        ("replayed tokens", f"{replay:,} ({replay / work:.2%})"),
+        *((f"time: {stage}", f"{t * 1e3:,.1f} ms") for stage, t in step.timings_s.items()),
+    ):
+        table.add_row(name, value)
+    Console().print(table)

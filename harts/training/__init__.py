@@ -1,0 +1,1 @@
+"""One optimisation step on a plan, and the training run around it."""

@@ -1,0 +1,196 @@
+"""Gradients of one optimisation step: every microbatch of a plan through a policy.
+
+Shapes: S semantic positions · N trajectories · P = S - N log-prob positions · E experts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harts.errors import InputError
+from harts.layout import CompactLayout, build_layout
+from harts.models import PolicyOutput, TreePolicy
+from harts.objectives import ObjectiveOutput, PolicyObjective, StepTargets
+from harts.ops.router import RouterStatistics, load_balancing_loss, z_loss
+from harts.planning.step import Microbatch, StepPlan
+from harts.trajectories import TrajectoryBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterLosses:
+    """Coefficients of the MoE router losses.
+
+    By the convention of training engines these losses are means over a microbatch, averaged over
+    the step's microbatches; so, unlike the policy loss, they depend on the plan.
+    """
+
+    z_coefficient: float = 0.0
+    load_balancing_coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("z_coefficient", "load_balancing_coefficient"):
+            if not getattr(self, name) >= 0:
+                raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicrobatchLoss:
+    """The scalars of one microbatch; its ``total`` is what backward starts from."""
+
+    total: Tensor
+    policy: ObjectiveOutput
+    z_loss: Tensor
+    """Mean over the MoE layers, before its coefficient; 0 in a dense model."""
+    load_balancing_loss: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepOutcome:
+    """What one step measured; gradients are in the parameters."""
+
+    loss: float
+    policy_loss: float
+    z_loss: float
+    load_balancing_loss: float
+    metrics: dict[str, float]
+    logprobs: Tensor
+    """[P] detached, in the order of the batch."""
+    expert_counts: tuple[Tensor, ...]
+    """[E] assignments of the whole step, one a MoE layer."""
+
+
+def microbatch_loss(
+    output: PolicyOutput,
+    targets: StepTargets,
+    objective: PolicyObjective,
+    router: RouterLosses,
+    *,
+    top_k: int,
+    microbatches: int,
+) -> MicrobatchLoss:
+    """Policy loss of one microbatch and its share of the router losses.
+
+    Args:
+        output: log-probs [P] and router statistics of the microbatch.
+        targets: the whole step's targets, selected for the microbatch's members.
+        objective: GRPO, PPO or any other function of log-probs in original order.
+        router: coefficients of the router losses.
+        top_k: experts per token.
+        microbatches: number of microbatches of the step, over all replicas.
+    """
+    policy = objective(output.logprobs, targets)
+    zero = output.logprobs.new_zeros(())
+    layers = max(len(output.router), 1)
+    z = sum((z_loss(s) for s in output.router), zero) / layers
+    balance = sum((load_balancing_loss(s, top_k) for s in output.router), zero) / layers
+    router_total = router.z_coefficient * z + router.load_balancing_coefficient * balance
+    return MicrobatchLoss(
+        total=policy.loss + router_total * layers / microbatches,
+        policy=policy,
+        z_loss=z.detach(),
+        load_balancing_loss=balance.detach(),
+    )
+
+
+def run_step(
+    policy: TreePolicy,
+    batch: TrajectoryBatch,
+    plan: StepPlan,
+    targets: StepTargets,
+    objective: PolicyObjective,
+    router: RouterLosses,
+    *,
+    on_microbatch: Callable[[Microbatch], None] | None = None,
+) -> StepOutcome:
+    """Accumulate the gradients of a whole step, slot by slot, all replicas in this process.
+
+    Args:
+        policy: the prepared model; gradients are added to its parameters.
+        batch: the trajectories that ``plan`` was made for.
+        plan: microbatches, slots and replicas.
+        targets: ``prepare_step`` of the whole batch.
+        objective: the policy objective.
+        router: coefficients of the router losses.
+        on_microbatch: called after each microbatch, for progress.
+    """
+    total = StepTotals(batch, len(plan.microbatches))
+    for microbatch in plan.microbatches:
+        layout = build_layout(batch, microbatch.forest, microbatch.calls)
+        output = policy(layout)
+        loss = microbatch_loss(
+            output,
+            targets.select(layout.members),
+            objective,
+            router,
+            top_k=policy.top_k,
+            microbatches=len(plan.microbatches),
+        )
+        torch.autograd.backward(loss.total)
+        total.add(layout, output, loss)
+        if on_microbatch is not None:
+            on_microbatch(microbatch)
+    return total.outcome()
+
+
+class StepTotals:
+    """Sums the outcomes of microbatches into the outcome of their step."""
+
+    def __init__(self, batch: TrajectoryBatch, microbatches: int) -> None:
+        self._offsets = batch.position_offsets
+        self._logprobs: Tensor | None = None
+        self._microbatches = microbatches
+        self._sums: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
+        self._counts: Sequence[Tensor] | None = None
+
+    def add(self, layout: CompactLayout, output: PolicyOutput, loss: MicrobatchLoss) -> None:
+        """Add one microbatch; its log-probs go to their trajectories' places."""
+        self.add_logprobs(layout.members.tolist(), output.logprobs)
+        self.add_scalars(output.router, loss)
+
+    def add_logprobs(self, members: Sequence[int], logprobs: Tensor) -> None:
+        """Place the log-probs of whole trajectories, in the order of ``members``."""
+        if self._logprobs is None:
+            size = int(self._offsets[-1])
+            self._logprobs = torch.full((size,), torch.nan, dtype=logprobs.dtype)
+        taken = 0
+        for member in members:
+            first, last = (int(x) for x in self._offsets[member : member + 2])
+            part = logprobs[taken : taken + last - first]
+            self._logprobs[first:last] = part.detach().cpu()
+            taken += last - first
+
+    def add_scalars(self, router: Sequence[RouterStatistics], loss: MicrobatchLoss) -> None:
+        """Add the losses, metrics and expert counts of one microbatch."""
+        parts = {
+            "loss": loss.total,
+            "policy_loss": loss.policy.loss,
+            "z_loss": loss.z_loss / self._microbatches,
+            "load_balancing_loss": loss.load_balancing_loss / self._microbatches,
+        }
+        for name, value in parts.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
+        for name, value in loss.policy.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
+        counts = [s.counts for s in router]
+        self._counts = (
+            counts
+            if self._counts is None
+            else [a + b for a, b in zip(self._counts, counts, strict=True)]
+        )
+
+    def outcome(self) -> StepOutcome:
+        """The step's outcome, once every microbatch has been added."""
+        assert self._logprobs is not None
+        assert self._counts is not None
+        return StepOutcome(
+            loss=self._sums["loss"],
+            policy_loss=self._sums["policy_loss"],
+            z_loss=self._sums["z_loss"],
+            load_balancing_loss=self._sums["load_balancing_loss"],
+            metrics=self._metrics,
+            logprobs=self._logprobs,
+            expert_counts=tuple(self._counts),
+        )

@@ -1,0 +1,175 @@
+"""The command line as a user meets it: exit status, stdout, one readable block on stderr."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harts.cli import main
+from harts.trajectories import read_trajectories
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(a) for a in arguments])
+    printed = capsys.readouterr()
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code, printed.out, printed.err
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "rollouts.jsonl"
+    rows = [
+        {"token_ids": [1, 2, 3, 4], "tree_id": "a", "reward": 1.0},
+        {"token_ids": [1, 2, 3, 5, 6], "tree_id": "a", "reward": 0.0},
+        {"token_ids": [1, 2, 9], "tree_id": "a", "reward": 0.5},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "train", "bench", "synth"])
+def test_every_command_has_help_with_an_example(
+    capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    status, out, _ = run(capsys, command, "--help")
+    assert status == 0
+    assert f"harts {command}" in out
+    assert "Example:" in out
+
+
+def test_plan_shows_a_table_and_writes_json(
+    capsys: pytest.CaptureFixture[str], workload: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan.json"
+    status, out, err = run(
+        capsys, "plan", workload, "--replicas", 1, "--capacity", 64, "--json", target
+    )
+    assert (status, err) == (0, "")
+    assert "compression" in out
+    plan = json.loads(target.read_text())
+    assert plan["objective"] == [7, 7, 7]
+    assert plan["timings_s"]["load"] > 0
+
+
+def test_synth_writes_the_same_file_for_the_same_seed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        assert run(capsys, "synth", "--preset", "tiny", "--seed", 3, "--out", path)[0] == 0
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert len(read_trajectories([paths[0]])) > 10
+
+
+def test_check_passes_on_a_small_file(capsys: pytest.CaptureFixture[str], workload: Path) -> None:
+    status, out, _ = run(capsys, "check", "--data", workload, "--steps", 2)
+    assert status == 0, out
+    assert "every gradient" in out
+    assert "PAST BOUND" not in out
+
+
+def test_check_exits_1_when_a_bound_is_passed(
+    capsys: pytest.CaptureFixture[str], workload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import harts.models.policy as policy_module
+
+    exact = policy_module.mapped_logprobs
+    monkeypatch.setattr(
+        policy_module, "mapped_logprobs", lambda *a, **k: exact(*a, **k) * (1 + 1e-8)
+    )
+    status, out, _ = run(capsys, "check", "--data", workload, "--steps", 0)
+    assert status == 1
+    assert "PAST BOUND" in out
+
+
+BAD_INPUT = {
+    "a missing file": ("missing.jsonl", None, ["missing.jsonl"]),
+    "a missing column": ("a.jsonl", '{"reward": 1.0}\n', ["a.jsonl", "token_ids"]),
+    "a wrong type": ("a.jsonl", '{"token_ids": "text"}\n', ["a.jsonl", "token_ids"]),
+    "an empty trajectory": ("a.jsonl", '{"token_ids": []}\n', ["a.jsonl", "row 0"]),
+    "a NaN advantage": (
+        "a.jsonl",
+        '{"token_ids": [1, 2], "advantages": [0.0, NaN]}\n',
+        ["a.jsonl", "advantages"],
+    ),
+    "no Parquet file at all": ("a.parquet", "not parquet", ["a.parquet"]),
+    "an unknown extension": ("a.txt", "1 2 3", ["a.txt", ".parquet"]),
+    "a trajectory longer than capacity": (
+        "a.jsonl",
+        '{"token_ids": [1]}\n{"token_ids": [1, 2, 3, 4, 5]}\n',
+        ["trajectory 1 has 5 tokens", "at least 5"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_one_clear_error_and_exit_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    file, content, expected = BAD_INPUT[name]
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    target = tmp_path / "plan.json"
+    status, out, err = run(
+        capsys, "plan", tmp_path / file, "--replicas", 1, "--capacity", 4, "--json", target
+    )
+    assert status == 2
+    assert out == ""
+    flat = " ".join(err.split())
+    assert flat.startswith("error:")
+    assert "Traceback" not in err
+    for part in expected:
+        assert part in flat
+    assert not target.exists()
+
+
+def test_a_token_beyond_the_vocabulary_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"token_ids": [1, 2000000000], "advantages": [0.0, 1.0]}\n')
+    status, _, err = run(
+        capsys, "train", "examples/tiny.yaml", f"data={path}", f"output={tmp_path / 'run'}"
+    )
+    assert status == 2
+    assert "2000000000" in err.replace(",", "")
+    assert "vocab" in err
+
+
+def test_an_unknown_model_class_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], workload: Path
+) -> None:
+    status, _, err = run(capsys, "check", "--data", workload, "--model", "llama")
+    assert status == 2
+    assert "'llama'" in err
+    assert "bailing_hybrid" in err
+
+
+def test_bad_usage_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan")
+    assert status == 2
+    assert "Missing argument" in err
+    assert run(capsys, "plan", "x.jsonl", "--replicas", "many", "--capacity", 3)[0] == 2
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(Exception, match=r"missing\.jsonl"):
+        main(["--debug", "plan", "missing.jsonl", "--replicas", "1", "--capacity", "4"])
+
+
+def test_a_plan_runs_without_torch(workload: Path) -> None:
+    """A planner beside a rollout server must not load PyTorch."""
+    code = (
+        "import sys\n"
+        "from harts.cli import main\n"
+        "try:\n"
+        f"    main(['plan', {str(workload)!r}, '--replicas', '1', '--capacity', '64'])\n"
+        "except SystemExit as stopped:\n"
+        "    assert stopped.code == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -68,9 +68,9 @@ def prefixes_of_member(
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_forest_equals_sets_of_prefixes_on_random_forests(block: int) -> None:
+def test_forest_equals_sets_of_prefixes_on_ten_thousand_random_forests(block: int) -> None:
     rng = np.random.default_rng(block)
-    for _ in range(200):
+    for _ in range(1000):
         batch = random_batch(rng, trajectories=int(rng.integers(1, 9)), max_length=12)
         assert_matches_oracle(batch, PrefixForest.build(batch))
 

@@ -101,7 +101,7 @@ def test_zero_length_and_duplicated_tail_segments_never_reach_a_kernel(
     assert all((np.diff(r.cu_seqlens) > 0).all() for r in layout.rounds)
     assert logprobs_differ(pair, batch) < 1e-11
     empty = torch.zeros(3, 1, 4)
-    with pytest.raises(InputError, match="empty|zero|length"):
+    with pytest.raises(InputError, match=r"empty|zero|length"):
         chunk_delta_rule(
             empty, empty, empty, empty, torch.zeros(3, 1), cu_seqlens=torch.tensor([0, 3, 3])
         )

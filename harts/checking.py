@@ -5,6 +5,7 @@ Shapes: S semantic positions · N trajectories · A vocabulary.
 
 import copy
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from harts.errors import InputError
 from harts.excerpts import bounded_excerpt, crop_shared_heads, renumber_tokens
@@ -38,6 +38,7 @@ from harts.objectives import (
     prepare_step,
 )
 from harts.planning.step import StepPlan, plan_step
+from harts.training.model import load_model
 from harts.training.step import RouterLosses, StepOutcome, run_step
 from harts.trajectories import TrajectoryBatch
 
@@ -51,7 +52,7 @@ ROUTER_LOSSES = RouterLosses(z_coefficient=1e-2, load_balancing_coefficient=1e-1
 class CheckOptions:
     """How much is compared, and how closely it must agree."""
 
-    tokens: int = 24_000
+    tokens: int = 12_000
     """Tokens of the file that one step compares; whole rollout trees are taken first."""
     steps: int = 20
     """Optimiser steps of the second comparison; 0 leaves it out."""
@@ -111,15 +112,21 @@ def check_batch(
 def model_builder(model: str, seed: int) -> Callable[[int], nn.Module]:
     """How to make the library's model for a check: a small random one, or one from a directory.
 
-    Every random weight is drawn anew with a larger scale than the library's initialisation, and
-    half of the heads forget slowly (see the family's ``small_model``), so that a wrong boundary
-    state or a missing branch cannot hide.
+    A small model's weights are drawn wider than the library's initialisation, and half of its
+    heads forget slowly, so that a wrong boundary state or a missing branch cannot hide.
 
     Raises:
+        InputError: a directory that holds no whole model.
         UnsupportedError: neither a supported model type nor a directory of a supported model.
     """
     if Path(model).is_dir():
-        return lambda _vocabulary: _load(model)
+        loaded = load_model(Path(model), "float32")
+        loaded.set_attn_implementation("eager")
+        return lambda _vocabulary: copy.deepcopy(loaded)
+    if os.sep in model:
+        raise InputError(
+            f"no such model directory: {model}; give a local directory or a supported model type"
+        )
     build = family_named(model).small_model
 
     def seeded(vocabulary: int) -> nn.Module:
@@ -127,13 +134,6 @@ def model_builder(model: str, seed: int) -> Callable[[int], nn.Module]:
         return build(vocabulary)
 
     return seeded
-
-
-def _load(directory: str) -> nn.Module:
-    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(
-        directory, attn_implementation="eager", experts_implementation="eager"
-    )
-    return loaded
 
 
 def check_optimiser_steps(

@@ -116,8 +116,9 @@ def run_alone(
     routers: list[Any] = [m for m in model.modules() if isinstance(m, family.router_class)]
     top_k = routers[0].top_k if routers else 0
     alone = _Alone(model, family, routers)
-    totals = StepTotals(batch, len(plan.microbatches))
-    for microbatch in plan.microbatches:
+    counted = plan.counted
+    totals = StepTotals(batch, len(counted))
+    for microbatch in counted:
         members = microbatch.members.tolist()
         tokens = [_tokens(batch, row) for row in members]
         with torch.no_grad():
@@ -129,7 +130,7 @@ def run_alone(
             objective,
             router,
             top_k=top_k,
-            microbatches=len(plan.microbatches),
+            microbatches=len(counted),
         )
         torch.autograd.backward(loss.total)
         _push_back(alone, tokens, summed)

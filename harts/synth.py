@@ -175,8 +175,7 @@ PRESETS: Final[Mapping[str, WorkloadShape]] = MappingProxyType(
         },
     }
 )
-"""Named shapes: `tiny` trains on two cores, `small` plans at once, `table2-1` to `table2-10` have
-the sizes of the ten steps of the paper's Table 2."""
+"""`tiny` trains on two cores, `small` plans at once, `table2-N` has the size of Table 2 step N."""
 
 
 def synthesize(preset: str | WorkloadShape, seed: int) -> TrajectoryBatch:
@@ -185,12 +184,14 @@ def synthesize(preset: str | WorkloadShape, seed: int) -> TrajectoryBatch:
     Only integer draws, uniform floats and IEEE arithmetic are used, never a platform's `log`.
 
     Raises:
-        InputError: no such preset, or a shape whose targets its own lengths cannot meet.
+        InputError: no such preset, a seed below 0, or targets that the shape's lengths cannot meet.
     """
     if isinstance(preset, str) and preset not in PRESETS:
         raise InputError(
             f"synthesize: expected a preset among {', '.join(PRESETS)}, got {preset!r}. Name one."
         )
+    if seed < 0:
+        raise InputError(f"synthesize: expected a seed of at least 0, got {seed}. Give another.")
     shape = PRESETS[preset] if isinstance(preset, str) else preset
     for _ in range(_GROWTHS):
         rng = np.random.Generator(np.random.PCG64(seed))

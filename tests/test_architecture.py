@@ -38,7 +38,7 @@ PUBLIC_NAMES = (
 # Stages in the order data flows through them; a module imports only from its own stage and earlier
 # ones. A module's stage is the first part of its name below `harts`.
 STAGES = [
-    {"errors"},
+    {"errors", "files"},
     {"trajectories", "synth"},
     {"forest", "excerpts"},
     {"planning"},
@@ -47,7 +47,7 @@ STAGES = [
     {"models"},
     {"objectives"},
     {"training", "fidelity", "checking"},
-    {"bench", "integrations"},
+    {"bench", "inspection", "integrations"},
     {"cli"},
 ]
 LEVELS = {name: level for level, names in enumerate(STAGES) for name in names}
@@ -144,11 +144,17 @@ def environment_reads(source: str) -> list[int]:
     ]
 
 
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """A Triton kernel: it is one launch, and cannot be cut into functions at will."""
+    return any("triton.jit" in ast.unparse(d) for d in function.decorator_list)
+
+
 def long_functions(source: str, limit: int) -> list[str]:
     return [
         f"{node.name} ({length} lines)"
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not is_kernel(node)
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > limit
     ]
 

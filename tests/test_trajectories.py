@@ -202,6 +202,93 @@ def test_json_text_that_looks_like_a_date_stays_text(tmp_path):
     assert batch.extra["day"].to_pylist() == ["2024-01-01"]
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ([True, False, None], [1, 0, np.nan]),
+        ([None, True, False], [np.nan, 1, 0]),
+        ([True, 0.5, None], [1, 0.5, np.nan]),
+        ([1, 0.5, True], [1, 0.5, 1]),
+    ],
+)
+def test_json_rewards_may_be_booleans(tmp_path, written, read):
+    path = tmp_path / "a.jsonl"
+    write_raw(path, {"token_ids": [[1], [2, 3], [4]], "reward": written, "tree_id": [1, 1, 2]})
+    batch = read_trajectories(path)
+    np.testing.assert_array_equal(batch.rewards, read)
+    assert batch.tree_ids == ("1", "1", "2")
+    assert batch.tokens.tolist() == [1, 2, 3, 4]
+    assert batch.extra is None
+
+
+def test_an_unknown_json_column_of_mixed_types_is_carried_as_json_text(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"token_ids": [1], "meta": 1, "turns": 3}\n'
+        '{"token_ids": [2, 3], "meta": "x"}\n'
+        '{"token_ids": [4], "meta": {"a": [true]}, "day": "2024-01-01"}\n'
+        '{"token_ids": [5], "meta": null, "turns": 4, "reward": 1}\n'
+    )
+    batch = read_trajectories(path)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert batch.extra.to_pydict() == {
+        "meta": ["1", '"x"', '{"a": [true]}', None],
+        "turns": [3, None, None, 4],
+        "day": [None, None, "2024-01-01", None],
+    }
+    assert batch.rewards[3] == 1
+    write_trajectories(batch, tmp_path / "b.jsonl")
+    assert_equal(read_trajectories(tmp_path / "b.jsonl"), batch)
+
+
+def test_token_columns_beside_a_mixed_column_may_start_late(tmp_path):
+    path = tmp_path / "a.jsonl"
+    row = '{"token_ids": [1, 2], "logprobs": %s, "meta": %s}\n'
+    path.write_text(row % ("[0, -1]", "1") + row % ("[0.5, -2]", '"x"'))
+    assert read_trajectories(path).logprobs.tolist() == [0, -1, 0.5, -2]
+
+
+MIXED_ROWS = {
+    "reward": ('"reward": 1', '"reward": "good"', 'expected a number, got "good". Store rewards'),
+    "tree_id": ('"tree_id": "a"', '"tree_id": 2', "text, as in the rows before, got 2. Store"),
+    "trajectory_id": (
+        '"trajectory_id": 7',
+        '"trajectory_id": "b"',
+        'an integer, as in the rows before, got "b". Store the column as strings',
+    ),
+    "loss_mask": (
+        '"loss_mask": [true]',
+        '"loss_mask": [1]',
+        "true or false, as before, got 1. Write the whole column",
+    ),
+}
+
+
+@pytest.mark.parametrize("column", MIXED_ROWS)
+def test_mixed_types_of_a_known_column_are_told_with_the_remedy(tmp_path, column):
+    first, second, part = MIXED_ROWS[column]
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"token_ids": [1], {first}}}\n{{"token_ids": [1], {second}}}\n')
+    message = message_of(read_trajectories, path)
+    assert f"file {str(path)!r}, row 1 (line 2), column {column!r}" in message
+    assert part in message
+    assert "one JSON object a line" not in message
+
+
+def test_errors_read_well(tmp_path):
+    """Values as the file has them, one full stop, and tokens before what only names a row."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"token_ids": [1, 2], "loss_mask": [0, 2]}\n')
+    assert "got 2. " in message_of(read_trajectories, path)
+    path.write_text('{"token_ids": [1], "reward": 1, "reward": 2}\n')
+    assert "key 'reward' comes twice" in message_of(read_trajectories, path)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing of the kind PAR1")
+    assert ".." not in message_of(read_trajectories, tmp_path / "a.parquet")
+    for name in ("b.jsonl", "b.parquet"):
+        write_raw(tmp_path / name, {"token_ids": [[1], []], "tree_id": ["a", None]})
+        assert "an empty trajectory" in message_of(read_trajectories, tmp_path / name)
+
+
 @pytest.mark.parametrize("extension", [".parquet", ".jsonl"])
 def test_an_optional_column_that_is_null_everywhere_is_absent(tmp_path, extension):
     path = tmp_path / f"a{extension}"

@@ -1,28 +1,42 @@
 """The command line: one module a command, errors as one readable block (DESIGN section 4)."""
 
 import os
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from harts import __version__
 from harts.cli.bench import bench
 from harts.cli.check import check
+from harts.cli.inspect import inspect
 from harts.cli.plan import plan
 from harts.cli.synth import synth
 from harts.cli.train import train
 from harts.errors import HartsError
 
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _complain("interrupted", "stopped before it was done (Ctrl-C).")
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train hybrid-attention agents on rollout trees: every shared token once.",
 )
-for command in (plan, check, train, bench, synth):
+for command in (plan, inspect, check, train, bench, synth):
     app.command()(command)
 
 _debug = False
@@ -47,7 +61,10 @@ def _options(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 the answer is no, 2 bad usage or input."""
+    """Run the command line and exit: 0 done, 1 the answer is no, 2 bad usage or input.
+
+    Ctrl-C exits with 130, as shells expect.
+    """
     # Threads that spin while they wait slow a step many times over when other programs run. The
     # thread library reads this when torch is imported, which commands do late.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -12,7 +12,7 @@ from harts.trajectories import write_trajectories
 def synth(
     preset: Annotated[str, typer.Option(help=f"One of: {', '.join(PRESETS)}.")],
     out: Annotated[Path, typer.Option(help="A .parquet or .jsonl file to write.")],
-    seed: Annotated[int, typer.Option(help="Same seed, same file.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same file.")] = 0,
 ) -> None:
     """Write a workload shaped like coding agents on rollout trees.
 

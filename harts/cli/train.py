@@ -32,17 +32,23 @@ def train(
     """Train a model on rollout trees, or go on with a run that was stopped.
 
     The run directory gets checkpoints, metrics (JSON lines and TensorBoard) and a plot. The same
-    command again goes on from the newest checkpoint, to the same numbers.
+    command again goes on from the newest checkpoint, to the same numbers. Exit status 1 means that
+    the comparison with trajectory-wise training passed its bound.
 
     Example: harts train examples/tiny.yaml data=rollouts.jsonl optimizer.learning_rate=1e-3
     """
     from harts.training.config import load_config
     from harts.training.report import final_table, write_summary
+    from harts.training.run import how_to_go_on
     from harts.training.run import train as run
 
     settings = load_config(config, overrides or [])
-    with _Display(settings.steps) as display:
-        report = run(settings, display)
+    try:
+        with _Display(settings.steps) as display:
+            report = run(settings, display)
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; {how_to_go_on(settings)}", err=True)
+        raise typer.Exit(130) from None
     write_summary(report)
     console = Console()
     console.print(final_table(report))
@@ -52,6 +58,8 @@ def train(
         ("plot", report.directory / "loss.png"),
     ):
         console.print(f"[bold]{name:<11}[/]{path}", highlight=False, soft_wrap=True)
+    if report.fidelity is not None and not report.fidelity.passed:
+        raise typer.Exit(1)
 
 
 class _Display:

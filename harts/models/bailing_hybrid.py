@@ -50,6 +50,7 @@ class TreeBailingHybridDeltaAttention(BailingHybridDeltaAttention):  # type: ign
             self.forget_gate(hidden_states)[0],
             torch.sigmoid(self.b_proj(rows)),
             index=tree,
+            lowest_log_decay=self.forget_gate.lower_bound if self.forget_gate.safe_gate else None,
         )
         gate = self.g_proj(rows).view(heads)
         output = self.o_norm(output.to(rows.dtype), gate).reshape(rows.shape[0], -1)

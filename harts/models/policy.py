@@ -144,9 +144,11 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     tree the model runs, generates and saves as before.
 
     Raises:
-        UnsupportedError: no adapter for this model, or it is prepared already.
+        UnsupportedError: no adapter for this model, a setting that trees cannot have, or it is
+            prepared already.
     """
     family = family_of(model)
+    _refuse_dropout(model)
     if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
         raise UnsupportedError("this model is prepared already; use the first TreePolicy")
     for module in model.modules():
@@ -157,6 +159,25 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
     model.set_attn_implementation(ATTENTION_NAME)
     return TreePolicy(model, family)
+
+
+def _refuse_dropout(model: PreTrainedModel) -> None:
+    """A shared row would draw one mask for all of its trajectories, which no training does."""
+    used = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name.endswith("dropout") and isinstance(value, float) and value > 0
+    }
+    used.update(
+        (name, module.p)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p > 0
+    )
+    if used:
+        raise UnsupportedError(
+            f"dropout must be 0 on rollout trees, since a shared token would draw one mask for all "
+            f"of its trajectories; got {used}. Set it to 0 in the model's configuration."
+        )
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ sorted arrays come in, so the order in which trajectories were given cannot matt
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Self
@@ -284,15 +285,24 @@ def check_feasible(
             f"{len(work)} trajectories cannot fill {replicas} replicas: each replica needs at "
             f"least one microbatch of its own. Use at most {len(work)} replicas or a larger batch."
         )
-    long = np.flatnonzero(work.lengths > capacity)
+    names = np.arange(len(work)) if trajectories is None else trajectories
+    order = np.argsort(names)
+    check_capacity(work.lengths[order], capacity, lambda row: f"trajectory {names[order[row]]}")
+
+
+def check_capacity(lengths: IntArray, capacity: int, describe: Callable[[int], str]) -> None:
+    """Refuse trajectories longer than a microbatch; ``describe`` names one by its index.
+
+    Raises:
+        PlanError: names the first, and says how many there are and what would hold the longest.
+    """
+    long = np.flatnonzero(lengths > capacity)
     if long.size:
-        index = long if trajectories is None else trajectories[long]
-        first = int(np.argmin(index))
-        longest = int(work.lengths.max())
+        first, longest = int(long[0]), int(lengths.max())
         raise PlanError(
-            f"trajectory {index[first]} has {work.lengths[long[first]]:,} tokens, but a microbatch "
-            f"holds at most {capacity:,} and a trajectory cannot be split ({long.size} such "
-            f"trajectories, the longest of {longest:,} tokens). Raise the capacity to at least "
+            f"{describe(first)} has {lengths[first]:,} tokens, but a microbatch holds at most "
+            f"{capacity:,} and a trajectory cannot be split (trajectories longer than that: "
+            f"{long.size}; the longest has {longest:,} tokens). Raise the capacity to at least "
             f"{longest:,}, or drop or shorten them."
         )
 

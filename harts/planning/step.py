@@ -3,24 +3,29 @@
 This is the entry of the planning stages; see sections 3.2 and 3.3 of the paper.
 """
 
+import dataclasses
 import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
-from harts.errors import InputError, PlanError, UnsupportedError
+from harts.errors import InputError, PlanError
+from harts.files import replace_text
 from harts.forest import Int, PrefixForest
+from harts.planning.best import Planner as Planner
+from harts.planning.bound import total_work_lower_bound
 from harts.planning.calls import CallPlan, PackedSequence, plan_calls
-from harts.planning.contiguous import best_contiguous
+from harts.planning.contiguous import check_capacity
+from harts.planning.fillers import FilledGrouping, plan_filled_groups
+from harts.planning.intervals import IntervalWork
 from harts.planning.schedule import Objective
+from harts.planning.trie import PrefixTrie
 from harts.trajectories import TrajectoryBatch
 
-Planner = Literal["best", "paper", "contiguous", "hierarchical"]
 PLAN_VERSION = 1
 
 
@@ -32,6 +37,9 @@ class Microbatch:
     slot: int
     forest: PrefixForest
     calls: CallPlan
+    filler: bool = False
+    """Repeats a trajectory of another microbatch with weight zero, so that its replica runs as many
+    microbatches as the others; its members are no part of the step."""
 
     @property
     def members(self) -> Int:
@@ -52,14 +60,21 @@ class StepPlan:
     capacity: int
     chunk_size: int
     objective: Objective
-    """J of Eq. 4."""
+    """J of Eq. 4; fillers count, since they take the time of their tokens."""
     lower_bound: int
-    """No plan of these trajectories has less total work than this."""
+    """No plan of these trajectories has less total work than this, fillers aside."""
     raw_tokens: int
     merged_tokens: int
     """Compact tokens if all trajectories were one microbatch, G of Eq. 7."""
     timings_s: Mapping[str, float]
     microbatches: tuple[Microbatch, ...]
+    batch_digest: str | None = None
+    """SHA-256 of the planned trajectories, where `harts.planning.stored` took it."""
+
+    @property
+    def counted(self) -> tuple[Microbatch, ...]:
+        """The microbatches that hold the step's trajectories: all but fillers."""
+        return tuple(m for m in self.microbatches if not m.filler)
 
     @property
     def slots(self) -> int:
@@ -78,6 +93,7 @@ class StepPlan:
             "raw_tokens": self.raw_tokens,
             "merged_tokens": self.merged_tokens,
             "timings_s": dict(self.timings_s),
+            **({} if self.batch_digest is None else {"batch_digest": self.batch_digest}),
             "microbatches": [_microbatch_json(m) for m in self.microbatches],
         }
 
@@ -87,13 +103,7 @@ class StepPlan:
         Raises:
             InputError: the file cannot be written.
         """
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(json.dumps(self.to_json()))
-            temporary.replace(path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise InputError(f"cannot write the plan to {path}: {error.strerror}") from error
+        replace_text(path, json.dumps(self.to_json()), "the plan")
 
 
 def plan_step(
@@ -104,6 +114,7 @@ def plan_step(
     chunk_size: int = 64,
     planner: Planner = "best",
     share: bool = True,
+    fillers: bool = False,
 ) -> StepPlan:
     """Plan a step over all trajectories of ``batch``.
 
@@ -114,42 +125,42 @@ def plan_step(
         chunk_size: B, chunk length of the model's linear attention.
         planner: how memberships are found; "best" takes the best of all that exist.
         share: False plans trajectory-wise training, each trajectory a tree of its own.
+        fillers: where no number of microbatches fits D, such as N < D, repeat a short trajectory
+            with weight zero instead of refusing.
 
     Raises:
-        PlanError: no plan exists; the message says why and what to change.
-        UnsupportedError: the planner is not available yet.
+        PlanError: a number below 1; a trajectory above ``capacity``; or, without ``fillers``,
+            N < D or no grouping found whose count D divides. "best" is exact to N = 8: there is
+            none. Beyond, no other planner finds one; "contiguous" takes only sorted neighbours.
+        InputError: no such planner.
     """
-    _check_planner(planner)
+    _check_arguments(batch, replicas, capacity, chunk_size, planner, fillers)
     began = time.perf_counter()
     forest = PrefixForest.build(batch, share=share)
     sorted_at = time.perf_counter()
-    grouping = best_contiguous(
-        forest.lengths,
-        forest.lcp,
-        replicas=replicas,
-        capacity=capacity,
-        trajectories=forest.members,
-    )
+    work = IntervalWork.build(forest.lengths, forest.lcp)
+    trie = PrefixTrie.build(work)
+    # No microbatch holds more than all tokens: a capacity past every integer type is as good.
+    limit = min(capacity, batch.raw_tokens)
+    filled = plan_filled_groups(work, replicas, limit, planner, fillers=fillers, trie=trie)
+    # D need not divide the number of microbatches that hold trajectories where fillers add to it.
+    divisor = 1 if filled.fillers else replicas
+    lower_bound = total_work_lower_bound(work, divisor, limit, trie)
     grouped_at = time.perf_counter()
-    groups = np.split(np.arange(len(batch)), grouping.cuts)
-    microbatches = [
-        _microbatch(forest.subset(group), int(replica), int(slot), chunk_size)
-        for group, replica, slot in zip(groups, grouping.replica, grouping.slot, strict=True)
-    ]
-    finished = time.perf_counter()
+    microbatches = _microbatches(forest, filled, chunk_size)
     plan = StepPlan(
         replicas=replicas,
         capacity=capacity,
         chunk_size=chunk_size,
-        objective=grouping.objective,
-        lower_bound=grouping.lower_bound,
+        objective=filled.grouping.objective,
+        lower_bound=lower_bound,
         raw_tokens=batch.raw_tokens,
         merged_tokens=forest.compact_tokens,
         timings_s={
             "load": 0.0,
             "forest": sorted_at - began,
             "microbatches": grouped_at - sorted_at,
-            "calls": finished - grouped_at,
+            "calls": time.perf_counter() - grouped_at,
         },
         microbatches=tuple(sorted(microbatches, key=lambda m: (m.slot, m.replica))),
     )
@@ -163,7 +174,7 @@ def check_plan(plan: StepPlan, trajectories: int) -> None:
     Raises:
         PlanError: names the first invariant that does not hold.
     """
-    members = np.sort(np.concatenate([m.members for m in plan.microbatches]))
+    members = np.sort(np.concatenate([m.members for m in plan.counted]))
     if not np.array_equal(members, np.arange(trajectories)):
         raise PlanError(f"the plan must hold each of {trajectories} trajectories exactly once")
     grid = [(m.slot, m.replica) for m in plan.microbatches]
@@ -183,13 +194,38 @@ def check_plan(plan: StepPlan, trajectories: int) -> None:
         raise PlanError(f"the objective counts {plan.objective.total_work} tokens, found {total}")
 
 
-def _check_planner(planner: Planner) -> None:
+def _check_arguments(
+    batch: TrajectoryBatch,
+    replicas: int,
+    capacity: int,
+    chunk_size: int,
+    planner: Planner,
+    fillers: bool,
+) -> None:
     if planner not in get_args(Planner):
         raise InputError(f"planner must be one of {get_args(Planner)}, got {planner!r}")
-    if planner in ("paper", "hierarchical"):
-        raise UnsupportedError(
-            f"planner {planner!r} is not available yet; use 'contiguous' or 'best'"
+    if min(replicas, capacity, chunk_size) < 1:
+        raise PlanError(
+            f"replicas, capacity and chunk_size must be at least 1; got replicas={replicas}, "
+            f"capacity={capacity}, chunk_size={chunk_size}. Correct the arguments."
         )
+    if fillers or len(batch) >= replicas:  # else that there are too few is told first
+        check_capacity(batch.lengths, capacity, batch.describe_row)
+
+
+def _microbatches(
+    forest: PrefixForest, filled: FilledGrouping, chunk_size: int
+) -> list[Microbatch]:
+    """Microbatches with their calls, in the order of the groups; the last ones are fillers."""
+    grouping = filled.grouping
+    places = zip(grouping.groups, grouping.replica.tolist(), grouping.slot.tolist(), strict=True)
+    made = [
+        _microbatch(forest.subset(group), replica, slot, chunk_size)
+        for group, replica, slot in places
+    ]
+    for k in range(len(made) - filled.fillers, len(made)):
+        made[k] = dataclasses.replace(made[k], filler=True)
+    return made
 
 
 def _microbatch(forest: PrefixForest, replica: int, slot: int, chunk_size: int) -> Microbatch:
@@ -203,6 +239,7 @@ def _microbatch_json(microbatch: Microbatch) -> dict[str, Any]:
     return {
         "replica": microbatch.replica,
         "slot": microbatch.slot,
+        **({"filler": True} if microbatch.filler else {}),
         "members": microbatch.members.tolist(),
         "compact_tokens": microbatch.compact_tokens,
         "replay_tokens": microbatch.calls.replay_tokens,

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +85,9 @@ class Checkpoint:
         """
         try:
             tensors = load_file(self.path / _TENSORS)
-        except (OSError, SafetensorError) as error:
+            torch.set_rng_state(tensors.pop("rng"))
+        except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"cannot read {self.path / _TENSORS}: {error}") from error
-        torch.set_rng_state(tensors.pop("rng"))
         parameters = dict(model.named_parameters())
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
@@ -125,7 +126,10 @@ def save_checkpoint(
                 "data_fingerprint": data_fingerprint,
             }
             (temporary / _STATE).write_text(json.dumps(state, indent=2))
+            # Some files are made for their owner alone, this one as the umask says.
+            mode = stat.S_IMODE((temporary / _STATE).stat().st_mode)
             for file in temporary.iterdir():
+                file.chmod(mode)
                 _sync(file)
             _sync(temporary)
             _discard(final)
@@ -147,6 +151,18 @@ def checkpoints(directory: Path) -> list[Path]:
         if (match := _NAME.fullmatch(path.name)) and (path / _STATE).is_file()
     ]
     return [path for _, path in sorted(numbered)]
+
+
+def way_back(broken: Path) -> str:
+    """How a run goes on when its checkpoint ``broken`` cannot be read, as a sentence."""
+    number = int(match[1]) if (match := _NAME.fullmatch(broken.name)) else 0
+    older = [p for p in checkpoints(broken.parent) if int(p.name.partition("-")[2]) < number]
+    if not older:
+        return "No older checkpoint is kept beside it; start afresh with resume=never."
+    return (
+        f"The checkpoint before it is {older[-1]}: remove {broken} and run the same command again "
+        f"to go on from there, or give resume={older[-1]} and another output=DIRECTORY."
+    )
 
 
 def discard_unfinished(directory: Path) -> None:

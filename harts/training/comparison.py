@@ -24,6 +24,8 @@ from harts.training.model import plain_copy
 from harts.training.step import RouterLosses, StepOutcome, run_step
 from harts.trajectories import TrajectoryBatch
 
+FIDELITY_BOUND = 1e-9
+"""Differences that rounding in float64 explains; past it, compact execution is at fault."""
 Planning = Callable[[TrajectoryBatch, bool], StepPlan]
 """Plans a batch; the flag says whether trajectories share tokens."""
 
@@ -67,6 +69,11 @@ class Fidelity:
     trajectories: int
     tokens: int
     compact_tokens: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether both differences are within `FIDELITY_BOUND`; NaN is not."""
+        return self.logprob <= FIDELITY_BOUND and self.gradient <= FIDELITY_BOUND
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -128,11 +135,11 @@ def measure_fidelity(
             prepare(compact_model), sample, plan, targets, step.objective, step.router
         )
     true_gradients, compact_gradients = gradients(truth_model), gradients(compact_model)
+    truths = true_gradients.items()
     return Fidelity(
         logprob=_largest_difference(compact, truth),
-        gradient=max(
-            relative_error(compact_gradients[name], true) for name, true in true_gradients.items()
-        ),
+        # Unlike max, this keeps a NaN.
+        gradient=float(np.max([relative_error(compact_gradients[n], t) for n, t in truths])),
         parameters=len(true_gradients),
         trajectories=len(sample),
         tokens=sample.raw_tokens,

@@ -39,6 +39,12 @@ class PlanConfig:
     capacity: int = 4096
     """Compact tokens that one microbatch may hold; the longest trajectory must fit."""
     planner: Planner = "best"
+    fillers: bool = False
+    """Where no number of microbatches fits the replicas, such as with fewer trajectories than
+    replicas, repeat a short trajectory with weight zero; otherwise such a step is an error."""
+    background: bool = True
+    """Plan each step in another process while the step before trains, where planning takes long
+    enough for that to be worth a process."""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "capacity"):
@@ -160,8 +166,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """
     try:
         loaded = OmegaConf.load(path)
-        written = _with_files(OmegaConf.to_container(loaded, resolve=False))
         changes = [_with_files(_override(text)) for text in overrides]
+        written = _with_files(OmegaConf.to_container(loaded, resolve=False))
+        written = _without_replaced_model(written, changes)
         merged = OmegaConf.to_container(OmegaConf.merge(written, *changes), resolve=True)
     except OSError as error:
         raise InputError(f"cannot read the configuration {path}: {error.strerror}") from error
@@ -224,6 +231,27 @@ def _with_files(values: Any) -> dict[str, Any]:
             if data.get(given) and other not in data:
                 return {**values, "data": {other: empty, **data}}
     return values
+
+
+def _without_replaced_model(
+    written: dict[str, Any], changes: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """The file's settings, less those of a model that an override replaces by another source."""
+    model = written.get("model")
+    given = {
+        key: value
+        for change in changes
+        if isinstance(change.get("model"), dict)
+        for key, value in change["model"].items()
+    }
+    if not isinstance(model, dict):
+        return written
+    replaced: set[str] = set()
+    if given.get("path") is not None:
+        replaced |= {"model_type", "config"}
+    if given.get("model_type") is not None:
+        replaced |= {"path"}
+    return {**written, "model": {k: v for k, v in model.items() if k not in replaced}}
 
 
 def _objective(values: Any) -> GRPO | PPO:

@@ -48,6 +48,8 @@ class TrainingData:
     """Rows of each tree that a step may draw, trees in order of first appearance."""
     unusable_trees: int
     """Trees that no loss can learn from: every reward unknown, or every token masked."""
+    flat_trees: int = 0
+    """Trees among `trees` whose advantages are all 0, so that the policy loss learns nothing."""
 
     @classmethod
     def load(cls, config: DataConfig, objective: PolicyObjective) -> "TrainingData":
@@ -65,14 +67,60 @@ class TrainingData:
         for row, tree in enumerate(batch.tree_ids):
             rows.setdefault(tree, []).append(row)
         trees = [np.array(r, dtype=np.int64) for r in rows.values()]
-        learnable = _learnable_trajectories(batch, objective)
+        if int(batch.position_offsets[-1]) == 0:
+            raise InputError(
+                f"each of {len(batch)} trajectories has one token, so no token is predicted and "
+                "there is nothing to train on. Give whole trajectories, prompt and answer."
+            )
+        learnable, differing = _useful_trajectories(batch, objective)
         usable = tuple(tree for tree in trees if learnable[tree].any())
         if not usable:
             raise InputError(
                 f"none of {len(trees)} rollout trees can be learned from: every reward is unknown "
                 "or every loss_mask is 0. Give the trajectories a reward column (or advantages)."
             )
-        return cls(batch=batch, trees=usable, unusable_trees=len(trees) - len(usable))
+        flat = sum(not differing[tree].any() for tree in usable)
+        # With a reference, its KL still pulls where no try is better than another.
+        if flat == len(usable) and not objective.needs_reference:
+            raise InputError(
+                f"every advantage is 0 in all of {flat} rollout trees, so there is nothing to "
+                "learn: each has one trajectory, or equal rewards. Advantages compare the "
+                "trajectories of one tree_id: give the tries of a task the same tree_id and "
+                "rewards that differ, or give an advantages column."
+            )
+        return cls(
+            batch=batch,
+            trees=usable,
+            unusable_trees=len(trees) - len(usable),
+            flat_trees=flat,
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader should know of the data before a run, a sentence each."""
+        notes = []
+        if self.unusable_trees:
+            notes.append(
+                f"{self.unusable_trees} trees are left out: no known reward, or every token masked"
+            )
+        if self.flat_trees:
+            notes.append(
+                f"{self.flat_trees} of {len(self.trees)} trees add nothing to the policy gradient: "
+                "one trajectory, or equal rewards, so every advantage is 0"
+            )
+        if spanning := _trees_in_several_files(self.batch):
+            (tree, files), more = spanning[0], len(spanning) - 1
+            others = f" (and {more} more trees span files)" if more else ""
+            group = "one group of advantages" if self.batch.advantages is None else "drawn as one"
+            notes.append(
+                f"tree {tree!r} spans {' and '.join(files)}: {group}; rename to keep apart{others}"
+            )
+        if len(self.trees) == 1:
+            name = self.batch.tree_ids[self.trees[0][0]]
+            notes.append(
+                f"tree {name!r} is the only one to train on, so every step is the whole of it; a "
+                "tree_id column tells tasks apart"
+            )
+        return notes
 
     def fingerprint(self) -> str:
         """SHA-256 of everything in the batch that training can see."""
@@ -112,12 +160,15 @@ class TreeSampler:
         """Steps in which every tree is drawn once."""
         return -(-len(self.data.trees) // self.trees_per_step)
 
-    def rows(self, step: int) -> NDArray[np.int64]:
-        """Rows of all trajectories of step ``step`` (from 0), ascending."""
+    def trees(self, step: int) -> NDArray[np.int64]:
+        """The trees that step ``step`` (from 0) draws, as places in ``data.trees``."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.data.trees))
-        drawn = order[place * self.trees_per_step : (place + 1) * self.trees_per_step]
-        return np.sort(np.concatenate([self.data.trees[tree] for tree in drawn]))
+        return order[place * self.trees_per_step : (place + 1) * self.trees_per_step]
+
+    def rows(self, step: int) -> NDArray[np.int64]:
+        """Rows of all trajectories of step ``step`` (from 0), ascending."""
+        return np.sort(np.concatenate([self.data.trees[tree] for tree in self.trees(step)]))
 
 
 def _read(config: DataConfig) -> TrajectoryBatch:
@@ -126,10 +177,39 @@ def _read(config: DataConfig) -> TrajectoryBatch:
     return read_trajectories(config.files)
 
 
-def _learnable_trajectories(
+def _useful_trajectories(
     batch: TrajectoryBatch, objective: PolicyObjective
-) -> NDArray[np.bool_]:
-    """[N] whether a trajectory has a position with a loss."""
-    counted = batch.at_positions(batch.loss_mask) & ~np.isnan(objective.advantages(batch))
-    total = np.concatenate([[0], np.cumsum(counted)])
-    return np.asarray(np.diff(total[batch.position_offsets]) > 0)
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """[N] whether a trajectory has a position with a loss, and one whose advantage is not 0."""
+    advantages = objective.advantages(batch)
+    counted = batch.at_positions(batch.loss_mask) & ~np.isnan(advantages)
+
+    def any_of(positions: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        total = np.concatenate([[0], np.cumsum(positions)])
+        return np.asarray(np.diff(total[batch.position_offsets]) > 0)
+
+    differing = any_of(counted & (advantages != 0))
+    if batch.advantages is None:
+        # The mean of equal rewards can be off by a rounding error.
+        differing &= ~_equal_in_tree(batch)
+    return any_of(counted), differing
+
+
+def _equal_in_tree(batch: TrajectoryBatch) -> NDArray[np.bool_]:
+    """[N] whether the known rewards of a trajectory's tree are all the same."""
+    names, group = np.unique(np.asarray(batch.tree_ids, dtype=np.str_), return_inverse=True)
+    least, most = np.full((2, len(names)), np.nan)
+    np.fmin.at(least, group, batch.rewards)
+    np.fmax.at(most, group, batch.rewards)
+    return np.asarray((least == most)[group])
+
+
+def _trees_in_several_files(batch: TrajectoryBatch) -> list[tuple[str, list[str]]]:
+    """Trees with trajectories of more than one file, and those files, in order."""
+    source = batch.provenance
+    if source is None or len(source.files) < 2:
+        return []
+    files: dict[str, dict[int, None]] = {}
+    for tree, file in zip(batch.tree_ids, source.file_of.tolist(), strict=True):
+        files.setdefault(tree, {})[file] = None
+    return [(t, [source.files[f] for f in found]) for t, found in files.items() if len(found) > 1]

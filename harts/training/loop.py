@@ -15,16 +15,22 @@ from transformers import PreTrainedModel
 from harts.errors import HartsError, InputError, PlanError
 from harts.models import TreePolicy, prepare
 from harts.objectives import prepare_step
+from harts.planning.background import BackgroundPlanner, PlanHandle
 from harts.planning.step import StepPlan, plan_step
-from harts.training.checkpoint import Checkpoint, save_checkpoint
+from harts.training.checkpoint import Checkpoint, save_checkpoint, way_back
 from harts.training.comparison import ComparedStep
 from harts.training.config import TrainConfig
 from harts.training.data import TrainingData, TreeSampler
 from harts.training.metrics import MetricsLog, StepMetrics, measure_step
 from harts.training.model import build_model, load_model, numerics, quiet_library, vocabulary_of
 from harts.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
+from harts.training.readiness import check_lengths, check_objective, check_steps
 from harts.training.step import run_step
 from harts.trajectories import TrajectoryBatch
+
+WORTH_A_PROCESS_S = 0.05
+"""Seconds of planning from which the next step is planned in another process: starting one takes
+about half a second of one core, once."""
 
 
 class TrainingError(HartsError):
@@ -71,29 +77,33 @@ class Trainer:
         Raises:
             InputError: invalid data or configuration, a token id beyond the vocabulary, or a
                 checkpoint of another model or other data.
-            PlanError: a trajectory is longer than the plan's capacity.
+            PlanError: a trajectory is longer than the plan's capacity, or a step cannot fill the
+                replicas.
             UnsupportedError: no adapter for the model.
         """
         data = TrainingData.load(config.data, config.objective)
+        check_objective(data.batch, config.objective)
+        check_lengths(data.batch, config.plan.capacity)
         fingerprint = data.fingerprint()
         if checkpoint is not None:
             check_same_run(checkpoint, config, fingerprint)
         torch.manual_seed(config.seed)
         dtype = config.model.dtype
         with quiet_library(), numerics(dtype):
-            model = (
-                build_model(config.model)
-                if checkpoint is None
-                else load_model(checkpoint.path, dtype)
-            )
+            with _readable(checkpoint):
+                model = (
+                    build_model(config.model)
+                    if checkpoint is None
+                    else load_model(checkpoint.path, dtype)
+                )
             data.batch.check_vocabulary(vocabulary_of(model))
-            _check_lengths(data.batch, config.plan.capacity)
             policy = prepare(model)
             policy.set_recomputation(config.recompute)
             optimizer = build_optimizer(model, config.optimizer)
             if checkpoint is not None:
-                checkpoint.restore(model, optimizer)
-        return cls(
+                with _readable(checkpoint):
+                    checkpoint.restore(model, optimizer)
+        trainer = cls(
             config=config,
             data=data,
             sampler=TreeSampler(data=data, trees_per_step=config.trees_per_step, seed=config.seed),
@@ -103,18 +113,22 @@ class Trainer:
             steps_done=0 if checkpoint is None else checkpoint.step,
             data_fingerprint=fingerprint,
         )
+        steps = range(trainer.steps_done, config.steps)
+        check_steps(trainer.sampler, steps, trainer.planning_options())
+        return trainer
 
     def run(self, log: MetricsLog, checkpoints: Path, observer: Observer) -> None:
         """Train to the configured number of steps, writing metrics and checkpoints.
 
         Raises:
-            TrainingError: a loss or gradient is not finite.
+            TrainingError: a loss, gradient or updated weight is not finite.
             CheckpointError: a file cannot be written; checkpoints written before are whole.
         """
         config = self.config
-        with self.scope():
+        with self.scope(), BackgroundPlanner() as planner:
+            ahead = _PlannedAhead(self, planner) if config.plan.background else None
             for step in range(self.steps_done, config.steps):
-                metrics = self._step(step, observer)
+                metrics = self._step(step, observer, ahead)
                 log.append(metrics)
                 observer.step_done(metrics)
                 done = step + 1
@@ -130,17 +144,35 @@ class Trainer:
     def compared_step(self) -> ComparedStep:
         """The last step of the run, for a comparison with trajectory-wise training."""
         return ComparedStep(
-            batch=self.data.batch.select(self.sampler.rows(self.config.steps - 1)),
+            batch=self.batch_of(self.config.steps - 1),
             objective=self.config.objective,
             router=self.config.router.losses,
-            plan=self._plan,
+            plan=self._compared_plan,
         )
 
-    def _step(self, step: int, observer: Observer) -> StepMetrics:
+    def batch_of(self, step: int) -> TrajectoryBatch:
+        """The trajectories of ``step`` (from 0)."""
+        return self.data.batch.select(self.sampler.rows(step))
+
+    def planning_options(self, share: bool = True) -> dict[str, Any]:
+        """How this run plans: keyword arguments of `plan_step`."""
+        plan = self.config.plan
+        return {
+            "replicas": plan.replicas,
+            "capacity": plan.capacity,
+            "chunk_size": self.policy.family.chunk_size,
+            "planner": plan.planner,
+            "fillers": plan.fillers,
+            "share": share,
+        }
+
+    def _step(
+        self, step: int, observer: Observer, ahead: "_PlannedAhead | None" = None
+    ) -> StepMetrics:
         began = time.perf_counter()
         config = self.config
-        batch = self.data.batch.select(self.sampler.rows(step))
-        plan = self._plan(batch)
+        batch = self.batch_of(step)
+        plan = self._plan(batch) if ahead is None else ahead.take(step, batch)
         observer.planned(step + 1, plan)
         targets = prepare_step(batch, config.objective)
         self.optimizer.zero_grad()
@@ -158,6 +190,7 @@ class Trainer:
         rate = config.optimizer.learning_rate * config.schedule.factor(step, config.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
+        _check_weights(step + 1, self.model, rate)
         if config.router.expert_bias_rate > 0:
             self.policy.update_expert_bias(outcome.expert_counts, config.router.expert_bias_rate)
         return measure_step(
@@ -173,15 +206,14 @@ class Trainer:
         )
 
     def _plan(self, batch: TrajectoryBatch, share: bool = True) -> StepPlan:
-        plan = self.config.plan
-        return plan_step(
-            batch,
-            replicas=plan.replicas,
-            capacity=plan.capacity,
-            chunk_size=self.policy.family.chunk_size,
-            planner=plan.planner,
-            share=share,
-        )
+        return plan_step(batch, **self.planning_options(share))
+
+    def _compared_plan(self, batch: TrajectoryBatch, share: bool) -> StepPlan:
+        """A plan for the comparison, which may hold fewer trajectories or share nothing."""
+        try:
+            return self._plan(batch, share)
+        except PlanError:
+            return plan_step(batch, **(self.planning_options(share) | {"replicas": 1}))
 
     def _save(self, done: int, checkpoints: Path) -> None:
         save_checkpoint(
@@ -193,6 +225,29 @@ class Trainer:
             data_fingerprint=self.data_fingerprint,
             keep=self.config.keep_checkpoints,
         )
+
+
+class _PlannedAhead:
+    """The plan of every step in turn; while a step trains, the next one's is made elsewhere.
+
+    Steps that are planned in no time are planned here. A plan depends on its batch and the options
+    alone, so where it is made changes no number.
+    """
+
+    def __init__(self, trainer: Trainer, planner: BackgroundPlanner) -> None:
+        self._trainer = trainer
+        self._planner = planner
+        self._next: PlanHandle | None = None
+
+    def take(self, step: int, batch: TrajectoryBatch) -> StepPlan:
+        """The plan of ``step``, which follows the step of the last call."""
+        trainer, ready, self._next = self._trainer, self._next, None
+        options = trainer.planning_options()
+        plan = plan_step(batch, **options) if ready is None else ready.result()
+        worth = sum(plan.timings_s.values()) >= WORTH_A_PROCESS_S
+        if worth and step + 1 < trainer.config.steps:
+            self._next = self._planner.submit(trainer.batch_of(step + 1), **options)
+        return plan
 
 
 def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data_fingerprint: str) -> None:
@@ -242,15 +297,15 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_lengths(batch: TrajectoryBatch, capacity: int) -> None:
-    """Refuse before the first step what a later step could not plan."""
-    row = int(batch.lengths.argmax())
-    if batch.lengths[row] > capacity:
-        raise PlanError(
-            f"{batch.describe_row(row)} has {batch.lengths[row]} tokens, plan.capacity is "
-            f"{capacity}: a trajectory is never split. Raise plan.capacity to at least "
-            f"{batch.lengths[row]}, or drop the trajectory."
-        )
+@contextlib.contextmanager
+def _readable(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Add to the error of an unreadable checkpoint how the run can go on without it."""
+    try:
+        yield
+    except InputError as error:
+        if checkpoint is None:
+            raise
+        raise InputError(f"{str(error).rstrip('.')}. {way_back(checkpoint.path)}") from error
 
 
 def _check_finite(step: int, loss: float, norm: float) -> None:
@@ -260,6 +315,16 @@ def _check_finite(step: int, loss: float, norm: float) -> None:
             f"{norm}. The weights were not updated; lower optimizer.learning_rate or set "
             "optimizer.max_grad_norm, then run again to go on from the last checkpoint."
         )
+
+
+def _check_weights(step: int, model: torch.nn.Module, rate: float) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise TrainingError(
+                f"step {step}: the update with learning rate {rate:g} made {name} infinite or NaN. "
+                "No checkpoint was written of it; lower optimizer.learning_rate or "
+                "optimizer.weight_decay, then run again to go on from the last checkpoint."
+            )
 
 
 @contextlib.contextmanager

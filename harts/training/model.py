@@ -4,12 +4,14 @@ Shapes: A vocabulary.
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -19,6 +21,7 @@ from harts.models.families import family_named
 from harts.training.naming import nearest
 
 Precision = Literal["float32", "bfloat16", "float64"]
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
@@ -76,7 +79,7 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
     """A model that ``save_pretrained`` wrote, in training mode, not yet prepared for trees.
 
     Raises:
-        InputError: not a model directory, or weights are missing.
+        InputError: not a model directory, or weights are missing or unreadable.
         UnsupportedError: HARTS has no adapter for the family.
     """
     if not (directory / "config.json").is_file():
@@ -84,8 +87,13 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
             f"expected a model directory with a config.json at {directory}, found none. HARTS does "
             "not download models: give model.path a local directory."
         )
+    family_named(_model_type(directory))
+    if not any((directory / name).is_file() for name in _WEIGHTS):
+        raise InputError(
+            f"expected the weights {_WEIGHTS[0]} (or {_WEIGHTS[1]} and its parts) in {directory}, "
+            "found neither; give a complete model directory"
+        )
     try:
-        family_named(AutoConfig.from_pretrained(directory).model_type)
         # Under float64 the library must not narrow the layers it wants in float32.
         with numerics(dtype):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +102,11 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
                 experts_implementation="eager",
                 output_loading_info=True,
             )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except SafetensorError as error:
+        raise InputError(
+            f"the weights in {_unreadable(directory)} are corrupt or cut off: {_one_line(error)}"
+        ) from error
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise InputError(f"cannot load a model from {directory}: {_one_line(error)}") from error
     model: PreTrainedModel
     model, report = loaded
@@ -104,6 +116,27 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
             f"first {min(report['missing_keys'])!r}; give a complete model directory"
         )
     return model.train()
+
+
+def _model_type(directory: Path) -> str:
+    file = directory / "config.json"
+    try:
+        return str(json.loads(file.read_text())["model_type"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"expected a model configuration with a model_type in {file}: {_one_line(error)}"
+        ) from error
+
+
+def _unreadable(directory: Path) -> Path:
+    """The first file of weights that cannot be opened, or the directory."""
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError):
+            return file
+    return directory
 
 
 def plain_copy(model: PreTrainedModel) -> PreTrainedModel:

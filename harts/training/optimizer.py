@@ -11,6 +11,9 @@ from harts.errors import InputError
 
 ScheduleKind = Literal["constant", "linear", "cosine"]
 
+HIGHEST_LEARNING_RATE = 1e3
+"""AdamW moves a weight by about the learning rate, so anything near this is a slip."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
@@ -25,7 +28,12 @@ class OptimizerConfig:
     """Gradients are scaled down to this norm; null never does."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.learning_rate < math.inf, "learning_rate", "above 0", self.learning_rate)
+        _require(
+            0 < self.learning_rate <= HIGHEST_LEARNING_RATE,
+            "learning_rate",
+            f"above 0 and at most {HIGHEST_LEARNING_RATE:g}",
+            self.learning_rate,
+        )
         inside = all(0 <= beta < 1 for beta in self.betas)
         _require(inside, "betas", "two numbers of at least 0 and below 1", list(self.betas))
         _require(0 < self.eps < math.inf, "eps", "above 0", self.eps)

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from harts.planning.step import StepPlan
 from harts.training.checkpoint import write_whole
+from harts.training.comparison import FIDELITY_BOUND
 from harts.training.run import RunReport
 
 
@@ -48,6 +49,8 @@ def summary(report: RunReport) -> dict[str, Any]:
             "excerpt_tokens_after": fidelity.compact_tokens,
             "largest_logprob_difference": fidelity.logprob,
             "largest_gradient_difference": fidelity.gradient,
+            "fidelity_bound": FIDELITY_BOUND,
+            "fidelity_passed": fidelity.passed,
         }
     return values
 
@@ -130,13 +133,18 @@ def _exactness(v: dict[str, Any]) -> Rows:
         (
             f"against each of {v['excerpt_trajectories']} trajectories alone, in float64:\n"
             "largest difference of a log-prob",
-            f"\n{v['largest_logprob_difference']:.1e}",
+            f"\n{_verdict(v['largest_logprob_difference'], v['fidelity_bound'])}",
         ),
         (
             "largest difference of a gradient, relative",
-            f"{v['largest_gradient_difference']:.1e}",
+            _verdict(v["largest_gradient_difference"], v["fidelity_bound"]),
         ),
     ]
+
+
+def _verdict(difference: float, bound: float) -> str:
+    verdict = "" if difference <= bound else f" [bold red]PAST BOUND {bound:.0e}[/]"
+    return f"{difference:.1e}{verdict}"
 
 
 def _calls(plan: StepPlan) -> int:

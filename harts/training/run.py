@@ -12,6 +12,7 @@ from harts.training.checkpoint import (
     Checkpoint,
     checkpoints,
     discard_unfinished,
+    way_back,
     write_whole,
     writing,
 )
@@ -92,7 +93,7 @@ def find_checkpoint(config: TrainConfig) -> Checkpoint | None:
         return None
     own = checkpoints(config.directory / CHECKPOINTS)
     if config.resume == "auto":
-        return Checkpoint.open(own[-1]) if own else None
+        return _open_newest(own[-1]) if own else None
     named = Checkpoint.open(Path(config.resume))
     if own and Checkpoint.open(own[-1]).step > named.step:
         raise InputError(
@@ -100,6 +101,22 @@ def find_checkpoint(config: TrainConfig) -> Checkpoint | None:
             "holds one run. Choose another output=DIRECTORY."
         )
     return named
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """The newest checkpoint of a run that was stopped, and what goes on from it."""
+    own = checkpoints(config.directory / CHECKPOINTS)
+    if not own:
+        return "no checkpoint was written yet, the same command starts again"
+    way = "the same command" if config.resume == "auto" else "the same command with resume=auto"
+    return f"the newest checkpoint is {own[-1]}, {way} goes on from it"
+
+
+def _open_newest(path: Path) -> Checkpoint:
+    try:
+        return Checkpoint.open(path)
+    except InputError as error:
+        raise InputError(f"{str(error).rstrip('.')}. {way_back(path)}") from error
 
 
 def _introduce(trainer: Trainer, checkpoint: Checkpoint | None, observer: Observer) -> None:
@@ -110,10 +127,8 @@ def _introduce(trainer: Trainer, checkpoint: Checkpoint | None, observer: Observ
         f"{data.batch.raw_tokens:,} tokens; {trainer.policy.family.model_type} with "
         f"{parameters:,} parameters"
     )
-    if data.unusable_trees:
-        observer.message(
-            f"{data.unusable_trees} trees are left out: no known reward, or every token masked"
-        )
+    for note in data.notes():
+        observer.message(note)
     if checkpoint is not None:
         left = trainer.config.steps - checkpoint.step
         observer.message(

@@ -17,13 +17,16 @@ from harts.ops.router import RouterStatistics, load_balancing_loss, z_loss
 from harts.planning.step import Microbatch, StepPlan
 from harts.trajectories import TrajectoryBatch
 
+FILLER_WEIGHT = 0.0
+"""What the log-probs of a filler microbatch weigh."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterLosses:
     """Coefficients of the MoE router losses.
 
     By the convention of training engines these losses are means over a microbatch, averaged over
-    the step's microbatches; so, unlike the policy loss, they depend on the plan.
+    the step's microbatches, fillers aside; so, unlike the policy loss, they depend on the plan.
     """
 
     z_coefficient: float = 0.0
@@ -78,7 +81,7 @@ def microbatch_loss(
         objective: GRPO, PPO or any other function of log-probs in original order.
         router: coefficients of the router losses.
         top_k: experts per token.
-        microbatches: number of microbatches of the step, over all replicas.
+        microbatches: number of microbatches of the step, over all replicas, fillers aside.
     """
     policy = objective(output.logprobs, targets)
     zero = output.logprobs.new_zeros(())
@@ -94,6 +97,16 @@ def microbatch_loss(
     )
 
 
+def filler_loss(output: PolicyOutput) -> Tensor:
+    """A loss of weight zero, whose backward still runs through every layer of the model.
+
+    A filler repeats a trajectory that counts elsewhere, so it must add to no gradient, loss, router
+    statistic or expert count; but its replica must join each collective operation of the others.
+    """
+    router = (s.mass.sum() + s.z_sum for s in output.router)
+    return FILLER_WEIGHT * sum(router, output.logprobs.sum())
+
+
 def run_step(
     policy: TreePolicy,
     batch: TrajectoryBatch,
@@ -106,6 +119,8 @@ def run_step(
 ) -> StepOutcome:
     """Accumulate the gradients of a whole step, slot by slot, all replicas in this process.
 
+    Fillers run forward and backward like the others, and leave nothing behind.
+
     Args:
         policy: the prepared model; gradients are added to its parameters.
         batch: the trajectories that ``plan`` was made for.
@@ -115,20 +130,24 @@ def run_step(
         router: coefficients of the router losses.
         on_microbatch: called after each microbatch, for progress.
     """
-    total = StepTotals(batch, len(plan.microbatches))
+    counted = len(plan.counted)
+    total = StepTotals(batch, counted)
     for microbatch in plan.microbatches:
         layout = build_layout(batch, microbatch.forest, microbatch.calls)
         output = policy(layout)
-        loss = microbatch_loss(
-            output,
-            targets.select(layout.members),
-            objective,
-            router,
-            top_k=policy.top_k,
-            microbatches=len(plan.microbatches),
-        )
-        torch.autograd.backward(loss.total)
-        total.add(layout, output, loss)
+        if microbatch.filler:
+            torch.autograd.backward(filler_loss(output))
+        else:
+            loss = microbatch_loss(
+                output,
+                targets.select(layout.members),
+                objective,
+                router,
+                top_k=policy.top_k,
+                microbatches=counted,
+            )
+            torch.autograd.backward(loss.total)
+            total.add(layout, output, loss)
         if on_microbatch is not None:
             on_microbatch(microbatch)
     return total.outcome()

@@ -13,7 +13,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from harts.trajectories.assembly import FlatColumn, missing_tokens
-from harts.trajectories.columns import TOKEN_COLUMNS, TokenColumn, bad_value, input_error
+from harts.trajectories.columns import (
+    TOKEN_COLUMNS,
+    TokenColumn,
+    bad_value,
+    empty_trajectory,
+    input_error,
+)
 
 ROW_COLUMNS: Final = ("reward", "tree_id", "trajectory_id")
 
@@ -67,9 +73,10 @@ class ListCollector:
             )
         if self._null_rows:
             return None
-        return FlatColumn(
-            values=self._values[: self._filled], lengths=np.concatenate(self._lengths)
-        )
+        lengths = np.concatenate(self._lengths)
+        if required and not lengths.all():  # told here, before anything about other columns
+            raise empty_trajectory(f"file {self._file!r}, row {int(np.argmin(lengths))}")
+        return FlatColumn(values=self._values[: self._filled], lengths=lengths)
 
     def _where(self, lengths: NDArray[np.int64], index: int) -> str:
         ends = np.cumsum(lengths)

@@ -13,7 +13,8 @@ from harts.errors import InputError
 
 def input_error(where: str, *, expected: str, got: object, fix: str) -> InputError:
     """An `InputError` in the one form that all ingestion errors have."""
-    return InputError(f"{where}: expected {expected}, got {got}. {fix}")
+    # Messages of other libraries bring their own full stop.
+    return InputError(f"{where}: expected {expected}, got {str(got).removesuffix('.')}. {fix}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class TokenColumn:
             return np.ascontiguousarray(values.astype(self.dtype, copy=False))
 
 
-_INT64: Final = np.iinfo(np.int64)
+INT64: Final = np.iinfo(np.int64)
 _FLOAT: Final[dict[str, Any]] = {"dtype": np.float32, "kinds": "fiu", "expected": "numbers"}
 TOKEN_COLUMNS: Final[dict[str, TokenColumn]] = {
     column.name: column
@@ -78,8 +79,8 @@ TOKEN_COLUMNS: Final[dict[str, TokenColumn]] = {
             dtype=np.int64,
             kinds="iu",
             expected="integers of 64 bits",
-            minimum=int(_INT64.min),
-            maximum=int(_INT64.max),
+            minimum=int(INT64.min),
+            maximum=int(INT64.max),
         ),
     )
 }
@@ -88,4 +89,16 @@ TOKEN_COLUMNS: Final[dict[str, TokenColumn]] = {
 
 def bad_value(where: str, column: TokenColumn, got: object) -> InputError:
     """The error for one value outside its column's range."""
+    if isinstance(got, float) and got.is_integer():
+        got = int(got)  # a file's 2, read into a column of floats
     return input_error(where, expected=column.expected, got=got, fix="Correct the value.")
+
+
+def empty_trajectory(where: str, got: str = "an empty trajectory") -> InputError:
+    """The error for a trajectory without tokens; ``where`` names its row."""
+    return input_error(
+        f"{where}, column 'token_ids'",
+        expected="at least one token",
+        got=got,
+        fix="Remove the trajectory or give it its tokens.",
+    )

@@ -27,7 +27,9 @@ def read_trajectories(
 
     One row a trajectory: `token_ids` lists (required), optional lists `loss_mask`, `logprobs`,
     `ref_logprobs`, `advantages`, `identity` of the same lengths, optional `reward`, `tree_id`,
-    `trajectory_id`. Unknown columns are carried in `extra`.
+    `trajectory_id`. Rewards are numbers, or true and false for 1 and 0. Unknown columns are carried
+    in `extra`; one whose JSON values have no type in common is carried as text, each in its JSON
+    form, and such a file is read more slowly.
 
     Raises:
         InputError: naming file, row, column, what was expected, what came and what to change.

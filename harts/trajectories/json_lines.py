@@ -1,10 +1,8 @@
-"""JSON lines, parsed by Arrow; Python's own parser only looks for the line to blame."""
+"""JSON lines, parsed by Arrow; what Arrow refuses is left to `harts.trajectories.json_rows`."""
 
 from __future__ import annotations
 
-import json
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,10 +14,10 @@ from harts.errors import InputError
 from harts.trajectories.arrow import ListCollector, known_columns, row_columns
 from harts.trajectories.assembly import assemble
 from harts.trajectories.columns import TOKEN_COLUMNS, TokenColumn, input_error
+from harts.trajectories.json_rows import FIX_LINE, check_known_columns, loose_columns, rows_of
 from harts.trajectories.record import Provenance, TrajectoryBatch
 
 MINIMUM_BLOCK: Final = 1 << 22
-_FIX_LINE: Final = "Write one JSON object a line, one line a trajectory."
 
 
 def read_json_lines(path: Path) -> TrajectoryBatch:
@@ -30,16 +28,8 @@ def read_json_lines(path: Path) -> TrajectoryBatch:
     """
     file = str(path)
     try:
-        first = _first_row(path)
-        table = pj.read_json(
-            path,
-            read_options=pj.ReadOptions(block_size=_block_size(path)),
-            parse_options=pj.ParseOptions(explicit_schema=_schema(first)),
-        )
-    except pa.ArrowException as error:
-        _blame_a_line(path)
-        raise _unreadable(file, error) from error
-    except OSError as error:
+        table, loose = _read(path)
+    except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, error) from error
     found = {}
     for column in known_columns(file, table.schema):
@@ -50,54 +40,46 @@ def read_json_lines(path: Path) -> TrajectoryBatch:
         if (flat := collector.finish()) is not None:
             found[column.name] = flat
     provenance = Provenance.single(file, table.num_rows)
-    others = table.drop_columns([n for n in TOKEN_COLUMNS if n in table.column_names])
+    if loose is None:
+        loose = table.drop_columns([n for n in TOKEN_COLUMNS if n in table.column_names])
     return assemble(
         found,
         describe_row=provenance.describe,
         provenance=provenance,
-        **row_columns(file, others),
+        **row_columns(file, loose),
     )
+
+
+def _read(path: Path) -> tuple[pa.Table, pa.Table | None]:
+    """The table, or what of it Arrow can read, and apart from it the columns that may mix types."""
+    schema = _schema(_first_row(path))
+    read = pj.ReadOptions(block_size=_block_size(path))
+    try:
+        table = pj.read_json(path, read, pj.ParseOptions(explicit_schema=schema))
+        # Text that looks like a date and is missing from the first row.
+        late = [pa.field(f.name, pa.string()) for f in table.schema if pa.types.is_temporal(f.type)]
+        if late:
+            schema = pa.unify_schemas([schema, pa.schema(late)])
+            table = pj.read_json(path, read, pj.ParseOptions(explicit_schema=schema))
+        return table, None
+    except pa.ArrowException:
+        shown = check_known_columns(path)
+        schema = _schema({name: shown[name] for name in shown if name in TOKEN_COLUMNS})
+        parse = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+        return pj.read_json(path, read, parse), loose_columns(path, shown)
 
 
 def _unreadable(file: str, error: Exception) -> InputError:
     return input_error(
-        f"file {file!r}", expected="readable JSON lines", got=str(error), fix=_FIX_LINE
+        f"file {file!r}", expected="readable JSON lines", got=str(error), fix=FIX_LINE
     )
 
 
-def _rows(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """(row, line counting from 1, parsed value) of each line that is not blank."""
-    row = 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise input_error(
-                    f"file {str(path)!r}, row {row} (line {number})",
-                    expected="a JSON object",
-                    got=f"a line that is not JSON ({error})",
-                    fix=_FIX_LINE,
-                ) from error
-            if not isinstance(value, dict):
-                raise input_error(
-                    f"file {str(path)!r}, row {row} (line {number})",
-                    expected="a JSON object",
-                    got=f"{type(value).__name__}",
-                    fix=_FIX_LINE,
-                )
-            yield row, number, value
-            row += 1
-
-
 def _first_row(path: Path) -> dict[str, Any]:
-    for _, _, value in _rows(path):
-        found: dict[str, Any] = value
-        return found
+    for _, _, value in rows_of(path):
+        return value
     raise input_error(
-        f"file {str(path)!r}", expected="at least one row", got="no rows", fix=_FIX_LINE
+        f"file {str(path)!r}", expected="at least one row", got="no rows", fix=FIX_LINE
     )
 
 
@@ -112,8 +94,8 @@ def _schema(first: dict[str, Any]) -> pa.Schema:
         if column is not None:
             if value is None or isinstance(value, list):
                 fields[name] = pa.list_(_value_type(column, value or []))
-        elif name == "reward" and (value is None or isinstance(value, int | float)):
-            fields[name] = pa.float64()
+        elif name == "reward" and isinstance(value, int | float | None):
+            fields[name] = pa.bool_() if isinstance(value, bool) else pa.float64()
         elif isinstance(value, str):
             fields[name] = pa.string()
     return pa.schema(fields)
@@ -139,37 +121,3 @@ def _block_size(path: Path) -> int:
                 longest = max(longest, int(np.diff(ends, prepend=last).max()))
                 last = int(ends[-1])
     return max(MINIMUM_BLOCK, longest + 1, size - last)
-
-
-def _blame_a_line(path: Path) -> None:
-    """Raise for the first row that Arrow could not take; return when none is found."""
-    for row, number, value in _rows(path):
-        for name, column in TOKEN_COLUMNS.items():
-            if name not in value or value[name] is None:
-                continue
-            where = f"file {str(path)!r}, row {row} (line {number}), column {name!r}"
-            expected = f"a list of {column.expected}"
-            fix = "Store the column as lists of numbers, one entry a token."
-            if not isinstance(value[name], list):
-                got = f"{value[name]!r:.60}"
-                raise input_error(where, expected=expected, got=got, fix=fix)
-            for position, entry in enumerate(value[name]):
-                if not _fits(column, entry):
-                    raise input_error(
-                        f"{where}, position {position}",
-                        expected=column.expected,
-                        got=f"{entry!r:.60}",
-                        fix=fix,
-                    )
-
-
-def _fits(column: TokenColumn, entry: object) -> bool:
-    if isinstance(entry, bool):
-        return "b" in column.kinds
-    if isinstance(entry, float):
-        return "f" in column.kinds
-    if not isinstance(entry, int):
-        return False
-    if column.minimum is None or column.maximum is None:
-        return True
-    return column.minimum <= entry <= column.maximum

@@ -13,7 +13,13 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
-from harts.trajectories.columns import TOKEN_COLUMNS, TokenColumn, bad_value, input_error
+from harts.trajectories.columns import (
+    TOKEN_COLUMNS,
+    TokenColumn,
+    bad_value,
+    empty_trajectory,
+    input_error,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,12 +254,8 @@ class TrajectoryBatch:
         lengths = np.diff(offsets)
         if lengths.min() <= 0:
             row = int(np.argmax(lengths <= 0))
-            raise input_error(
-                f"{self.describe_row(row)}, column 'token_ids'",
-                expected="at least one token",
-                got="an empty trajectory" if lengths[row] == 0 else "offsets that fall",
-                fix="Remove the trajectory or give it its tokens.",
-            )
+            got = "an empty trajectory" if lengths[row] == 0 else "offsets that fall"
+            raise empty_trajectory(self.describe_row(row), got)
         return offsets
 
     def _check_counts(self) -> None:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "train", "bench", "synth"])
+@pytest.mark.parametrize("command", ["plan", "inspect", "check", "train", "bench", "synth"])
 def test_every_command_has_help_with_an_example(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -101,7 +102,7 @@ BAD_INPUT = {
     "a trajectory longer than capacity": (
         "a.jsonl",
         '{"token_ids": [1]}\n{"token_ids": [1, 2, 3, 4, 5]}\n',
-        ["trajectory 1 has 5 tokens", "at least 5"],
+        ["a.jsonl', row 1 has 5 tokens", "at least 5"],
     ),
 }
 
@@ -154,6 +155,97 @@ def test_bad_usage_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 2
     assert "Missing argument" in err
     assert run(capsys, "plan", "x.jsonl", "--replicas", "many", "--capacity", 3)[0] == 2
+
+
+BAD_ARGUMENTS = {
+    "no replicas": ("plan", "x.jsonl", "--replicas", 0, "--capacity", 4),
+    "no chunk": ("plan", "x.jsonl", "--replicas", 1, "--capacity", 4, "--chunk-size", 0),
+    "capacity past int64": ("plan", "x.jsonl", "--replicas", 1, "--capacity", 10**20 - 1),
+    "no replicas to inspect": ("inspect", "x.jsonl", "--replicas", 0),
+    "a negative seed": ("synth", "--preset", "tiny", "--out", "x.jsonl", "--seed", -1),
+    "no repeats": ("bench", "cpu-step", "--repeats", 0),
+    "negative tokens": ("bench", "cpu-step", "--tokens", -5),
+    "replicas from 0": ("bench", "planning", "--replicas", "0-2"),
+    "half a limit": ("bench", "planning", "--ortools-limits", "1"),
+    "nothing to check": ("check", "--tokens", 0),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_numbers_out_of_range_are_bad_usage(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    status, out, err = run(capsys, *BAD_ARGUMENTS[name])
+    assert (status, out) == (2, "")
+    assert "Usage:" in err
+    assert "unexpected" not in err
+
+
+def test_a_capacity_that_holds_everything_may_be_as_large_as_it_likes(
+    capsys: pytest.CaptureFixture[str], workload: Path
+) -> None:
+    status, out, err = run(capsys, "plan", workload, "--replicas", 1, "--capacity", 2**63 - 1)
+    assert (status, err) == (0, "")
+    assert "1 x 1" in out
+
+
+@pytest.mark.parametrize("command", [("plan", "--replicas", 1, "--capacity", 64), ("bench",)])
+@pytest.mark.parametrize("target", [".", "missing/figures.json", "rollouts.jsonl/figures.json"])
+def test_a_report_that_cannot_be_written_is_told_before_any_work(
+    capsys: pytest.CaptureFixture[str],
+    workload: Path,
+    command: tuple[object, ...],
+    target: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work was done before the target was checked")
+
+    monkeypatch.setattr(import_module("harts.cli.plan"), "read_trajectories", work)
+    monkeypatch.setattr(import_module("harts.cli.bench"), "_cpu_step", work)
+    first, *rest = command
+    named = workload if first == "plan" else "cpu-step"
+    status, _, err = run(capsys, first, named, *rest, "--json", workload.parent / target)
+    flat = " ".join(err.split())
+    assert status == 2
+    assert flat.startswith("error: cannot write the ")
+    assert [path.name for path in workload.parent.iterdir()] == [workload.name]
+
+
+def test_a_bench_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    from harts.cli.bench import _write
+
+    path = tmp_path / "figures.json"
+    path.write_text("old")
+    _write(path, {"results": []})
+    assert json.loads(path.read_text()) == {"results": []}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_ctrl_c_is_one_line_and_exit_130(
+    capsys: pytest.CaptureFixture[str], workload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module("harts.cli.plan"), "read_trajectories", stopped)
+    status, out, err = run(capsys, "plan", workload, "--replicas", 1, "--capacity", 64)
+    assert (status, out) == (130, "")
+    assert err == "interrupted: stopped before it was done (Ctrl-C).\n"
+
+
+def test_check_names_the_worst_parameter_in_full_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], workload: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import harts.checking as checking
+    from harts.fidelity import Comparison
+
+    parameter = "model.layers.12.attention.some_rather_long_projection_name.weight"
+    row = Comparison(name=f"all (worst {parameter})", error=1e-12, bound=1e-9)
+    monkeypatch.setattr(checking, "check_batch", lambda *_: [row])
+    monkeypatch.setenv("COLUMNS", "70")
+    status, out, _ = run(capsys, "check", "--data", workload)
+    assert status == 0
+    cells = [line.split("│")[1].strip() for line in out.splitlines() if line.count("│") == 5]
+    assert parameter.removeprefix("model.layers.") in "".join(cells)
 
 
 def test_debug_shows_the_traceback() -> None:

@@ -146,6 +146,12 @@ def test_bfloat16_runs_and_stays_near_float32(model: PreTrainedModel) -> None:
     assert float((rough - exact).abs().median()) < 0.05
 
 
+def test_dropout_is_refused_since_a_shared_row_would_draw_one_mask(model: PreTrainedModel) -> None:
+    model.config.attention_dropout = 0.1
+    with pytest.raises(UnsupportedError, match=r"dropout must be 0.*attention_dropout.*0\.1"):
+        prepare(model)
+
+
 def test_preparing_twice_is_refused(model: PreTrainedModel) -> None:
     policy = prepare(model)
     with pytest.raises(UnsupportedError, match="prepared already"):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harts.errors import PlanError
-from harts.planning.schedule import Objective, evaluate, schedule_microbatches
+from harts.planning.exact import least_replica_maximum
+from harts.planning.schedule import Objective, evaluate, level_schedule, schedule_microbatches
 
 
 def works_and_replicas():
@@ -73,3 +74,34 @@ def test_objective_is_summed_as_equation_4_says(case):
 def test_a_count_that_replicas_do_not_divide_is_refused(works, replicas):
     with pytest.raises(PlanError, match="positive multiple of the replica count"):
         schedule_microbatches(np.array(works, np.int64), replicas)
+
+
+@given(works_and_replicas())
+def test_levelling_keeps_the_slots_and_never_loads_a_replica_more(case):
+    works, replicas = np.array(case[0]), case[1]
+    greedy, level = schedule_microbatches(works, replicas), level_schedule(works, replicas)
+    assert level.objective == evaluate(works, level.replica, level.slot)
+    assert level.objective <= greedy.objective
+    assert level.objective.slot_maxima == greedy.objective.slot_maxima
+    places = sorted(zip(level.slot.tolist(), level.replica.tolist(), strict=True))
+    assert places == [(j, d) for j in range(works.size // replicas) for d in range(replicas)]
+
+
+def test_levelling_is_close_to_the_best_assignment():
+    rng = np.random.default_rng(0)
+    reached = [], []
+    for _ in range(200):
+        replicas = int(rng.integers(2, 4))
+        works = rng.integers(100, 1000, replicas * int(rng.integers(2, 5)))
+        least = least_replica_maximum(-np.sort(-works), replicas)
+        for found, schedule in zip(reached, (schedule_microbatches, level_schedule), strict=True):
+            found.append(schedule(works, replicas).objective.replica_maximum / least - 1)
+    greedy, level = np.mean(reached, axis=1)
+    assert level <= 0.01
+    assert level <= greedy / 2
+
+
+def test_levelling_a_thousand_slots_is_even():
+    works = np.random.default_rng(1).integers(20_000, 65_537, 4000)
+    objective = level_schedule(works, 4).objective
+    assert objective.replica_maximum <= (1 + 1e-5) * objective.total_work / 4

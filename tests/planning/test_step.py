@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harts.errors import InputError, PlanError, UnsupportedError
+from harts.errors import InputError, PlanError
 from harts.planning.step import StepPlan, check_plan, plan_step
 from harts.trajectories import read_trajectories
 from tests.forests import batch_of, random_batch
@@ -126,10 +126,24 @@ def test_refusals_name_the_trajectory_and_the_remedy() -> None:
         plan_step(batch, replicas=1, capacity=3)
     with pytest.raises(PlanError, match=r"3 trajectories cannot fill 4 replicas"):
         plan_step(batch, replicas=4, capacity=10)
-    with pytest.raises(UnsupportedError, match="not available yet"):
-        plan_step(batch, replicas=1, capacity=10, planner="paper")
     with pytest.raises(InputError, match="planner must be one of"):
         plan_step(batch, replicas=1, capacity=10, planner="fast")  # type: ignore[arg-type]
+
+
+def test_counts_below_1_are_refused() -> None:
+    good = {"replicas": 1, "capacity": 8, "chunk_size": 4}
+    for name in good:
+        with pytest.raises(PlanError, match=rf"must be at least 1; got .*{name}=0"):
+            plan_step(batch_of([[1, 2]]), **{**good, name: 0})
+
+
+def test_best_finds_a_plan_that_no_contiguous_partition_gives() -> None:
+    batch = batch_of([(1, 0), (0, 0, 0, 0, 0, 1, 1), (0, 0, 0, 1, 1, 1, 1, 0)])
+    plan = plan_step(batch, replicas=2, capacity=9)
+    assert groups(plan) == {frozenset({0, 1}), frozenset({2})}
+    assert plan.objective.total_work == 17
+    with pytest.raises(PlanError, match="contiguous"):
+        plan_step(batch, replicas=2, capacity=9, planner="contiguous")
 
 
 def test_check_plan_catches_each_broken_invariant() -> None:

@@ -1,12 +1,13 @@
 import errno
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harts.errors import InputError
+from harts.errors import InputError, UnsupportedError
 from harts.training import checkpoint as module
 from harts.training.checkpoint import (
     Checkpoint,
@@ -95,6 +96,47 @@ def test_a_model_directory_without_all_weights_is_refused(tmp_path, trainer):
     (saved / "config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=r"lacks \d+ weights"), numerics("float32"):
         load_model(saved, "float32")
+
+
+def test_unreadable_weights_are_one_sentence_that_names_the_file(tmp_path, trainer):
+    saved = save(trainer, tmp_path, 1).path
+    weights = saved / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"model\.safetensors are corrupt or cut off"):
+        load_model(saved, "float32")
+    weights.unlink()
+    with pytest.raises(InputError, match=r"expected the weights model\.safetensors"):
+        load_model(saved, "float32")
+    (saved / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UnsupportedError, match="gpt2"):
+        load_model(saved, "float32")
+    (saved / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_model(saved, "float32")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "training_state.safetensors", "training_state.json"]
+)
+def test_a_corrupt_newest_checkpoint_is_refused_with_the_one_before_it(tmp_path, name):
+    report = run(tmp_path, steps=2, checkpoint_every=1)
+    file = report.checkpoint / name
+    file.write_bytes(file.read_bytes()[:100])
+    older = report.checkpoint.with_name("step-000001")
+    with pytest.raises(InputError, match=f"before it is {older}: .*resume={older}"):
+        run(tmp_path, steps=3)
+    run(tmp_path, steps=2, resume=str(older), output=str(tmp_path / "other"))
+    shutil.rmtree(report.checkpoint)
+    assert [m.step for m in run(tmp_path, steps=2).metrics] == [1, 2]
+
+
+def test_every_file_of_a_checkpoint_has_the_mode_of_the_umask(tmp_path, trainer):
+    before = os.umask(0o027)
+    try:
+        saved = save(trainer, tmp_path, 1).path
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in saved.iterdir()} == {0o640}
 
 
 def test_only_the_newest_are_kept(tmp_path, trainer):

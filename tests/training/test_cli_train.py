@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -9,9 +10,10 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from harts.cli import main
+from harts.training import comparison
 from harts.training.checkpoint import checkpoints
 from harts.training.config import load_config
-from harts.training.metrics import read_metrics
+from harts.training.metrics import MetricsLog, read_metrics
 from harts.trajectories import read_trajectories
 from tests.training.runs import curve, run, settings
 
@@ -137,6 +139,35 @@ def test_a_run_ends_with_a_table_and_a_model_that_the_library_loads(tmp_path, ca
     resolved = load_config(tmp_path / "run" / "config.yaml")
     assert resolved.optimizer.learning_rate == 1e-3
     assert (tmp_path / "run" / "summary.json").is_file()
+
+
+def test_a_comparison_past_its_bound_is_said_and_exits_1(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(comparison, "relative_error", lambda *_: 1e-3)
+    file = write_config(tmp_path, steps=1, comparison={"repeats": 1, "tokens": 400})
+    assert command(file) == 1
+    assert capsys.readouterr().out.count("PAST BOUND") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["fidelity_passed"] is False
+
+
+def test_an_interrupt_is_one_line_with_the_newest_checkpoint_and_exit_130(
+    tmp_path, capsys, monkeypatch
+):
+    append = MetricsLog.append
+
+    def interrupted(log, metrics):
+        append(log, metrics)
+        if metrics.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(MetricsLog, "append", interrupted)
+    file = write_config(tmp_path, steps=4)
+    assert command(file) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "step-000002, the same command goes on from it" in said
+    assert command(write_config(tmp_path, steps=4), "resume=never", "checkpoint_every=9") == 130
+    assert "no checkpoint was written yet" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert command(file) == 0
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,16 @@ def test_data_given_by_override_makes_a_run_directory_of_its_own():
     assert load_config(EXAMPLE, ["data=a.jsonl", "output=here"]).directory == Path("here")
 
 
+def test_a_model_directory_given_by_override_replaces_the_family_and_its_fields(tmp_path):
+    model = load_config(EXAMPLE, ["model.path=some/model", "model.dtype=bfloat16"]).model
+    assert model == ModelConfig(path="some/model", dtype="bfloat16")
+    file = tmp_path / "mine.yaml"
+    file.write_text("data: rollouts.jsonl\nmodel: {path: some/model}\n")
+    assert load_config(file, ["model.model_type=bailing_hybrid"]).model.path is None
+    with pytest.raises(InputError, match="config is only for a fresh model"):
+        load_config(EXAMPLE, ["model.path=some/model", "model.config.hidden_size=8"])
+
+
 def test_each_objective_takes_its_own_options(tmp_path):
     ppo = config(tmp_path, objective={"name": "ppo", "kl_coefficient": 0.1})
     assert ppo.objective == PPO(kl_coefficient=0.1)
@@ -90,6 +100,7 @@ def test_each_objective_takes_its_own_options(tmp_path):
         ({"objective__clip_low": 2.0}, ["objective: expected clip_low", "2.0"]),
         ({"optimizer__learning_rate": -1.0}, ["optimizer: learning_rate", "above 0", "-1.0"]),
         ({"optimizer__learning_rate": float("nan")}, ["learning_rate", "nan"]),
+        ({"optimizer__learning_rate": 1e99}, ["learning_rate", "at most 1000", "1e+99"]),
         ({"optimizer__betas": [0.9]}, ["optimizer.betas", "2 numbers", "[0.9]"]),
         ({"optimizer__betas": [0.9, 1.0]}, ["betas", "below 1"]),
         ({"optimizer__max_grad_norm": 0.0}, ["max_grad_norm", "null"]),

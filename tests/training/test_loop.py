@@ -215,6 +215,13 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_update(tmp_path,
     assert torch.equal(before, trainer.model.lm_head.weight)
 
 
+def test_an_update_that_breaks_a_weight_stops_the_run_before_a_checkpoint(tmp_path):
+    changes = {"optimizer__learning_rate": 1e3, "optimizer__weight_decay": 1e99}
+    with pytest.raises(TrainingError, match=r"step 1: .*infinite or NaN.*learning_rate"):
+        run(tmp_path, checkpoint_every=1, **changes)
+    assert checkpoints(tmp_path / "run" / "checkpoints") == []
+
+
 def test_the_comparison_measures_both_ways_on_the_same_step(tmp_path):
     trainer = start(tmp_path)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -242,6 +249,8 @@ def test_the_comparison_sees_a_wrong_convolution(tmp_path, monkeypatch):
     trainer = start(tmp_path)
     monkeypatch.setattr(family, "tree_causal_convolution", shifted)
     fidelity = measure_fidelity(trainer.model, trainer.compared_step(), 400, lambda _: None)
+    assert not fidelity.passed
+    assert not dataclasses.replace(fidelity, logprob=0.0, gradient=float("nan")).passed
     assert fidelity.logprob > 1e-6
     assert fidelity.gradient > 1e-3
 
@@ -257,6 +266,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     assert values["tokens_before_sharing"] == sum(n * 82 for n in steps)
     assert values["tokens_after_sharing"] == sum(n // 3 * 70 + n * 12 for n in steps)
     assert values["largest_gradient_difference"] < 1e-9
+    assert values["fidelity_passed"] is True
     assert final_table(report).row_count > 10
     assert ComparisonConfig().enabled
 

@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
     """What a reader needs to run a benchmark again: commit, device, versions."""
     packages = ("harts", "torch", "transformers", "numpy", "pyarrow")
     return {
-        "commit": _commit(),
+        "commit": commit(),
         "device": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -102,7 +102,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """Commit of the checkout that holds this file, marked where files differ from it."""
     try:
         found = subprocess.run(

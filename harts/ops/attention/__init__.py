@@ -6,10 +6,18 @@ from torch import Tensor
 
 from harts.errors import InputError
 from harts.ops.attention.cascade import attend_tree_cascade
+from harts.ops.attention.dispatch import Backend, choose_backend
 from harts.ops.attention.reference import attend_tree
+from harts.ops.attention.varlen import attend_tree_varlen
 from harts.ops.tree_index import TreeIndex
 
-__all__ = ["tree_attention"]
+__all__ = ["Backend", "choose_backend", "tree_attention"]
+
+_FORMS = {
+    "reference": attend_tree,
+    "cascade": attend_tree_cascade,
+    "varlen": attend_tree_varlen,
+}
 
 
 def tree_attention(
@@ -19,6 +27,7 @@ def tree_attention(
     *,
     index: TreeIndex,
     scale: float | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Causal attention of each row to its own trajectory prefix (paper Eq. 21 and 22).
 
@@ -27,8 +36,8 @@ def tree_attention(
     head h reads key/value head h // (H // Hkv). Positions are the caller's: apply rotary
     embeddings before.
 
-    On the CPU the fused kernels run once per ancestor run that sequences share; elsewhere
-    `attend_tree` expands the ancestors of each sequence, as the paper does.
+    On a GPU, bfloat16 and float16 run FlashAttention on packed calls of bounded memory; the CPU
+    has fused kernels too. `choose_backend` decides, and everything else runs the PyTorch form.
 
     Args:
         query: [R, H, K] rows. Padding rows of all three may hold anything.
@@ -36,19 +45,21 @@ def tree_attention(
         value: [R, Hkv, V] rows; V may differ from K.
         index: the tree of rows.
         scale: multiplies the scores; K**-0.5 by default.
+        backend: overrules the choice of form.
 
     Returns:
-        [R, H, V] in the dtype of `query`, computed in float32 (float64 for float64); padding rows
-        are zero and get zero gradient.
+        [R, H, V] in the dtype of `query`, with float32 scores and sums (float64 for float64);
+        padding rows are zero and get zero gradient. On a GPU two runs are bit-identical forward,
+        and backward under `torch.use_deterministic_algorithms`.
 
     Raises:
         InputError: shapes or dtypes do not fit, or H is not a multiple of Hkv.
+        UnsupportedError: `backend` cannot run these tensors.
     """
     _check(query, key, value, index)
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    if query.device.type == "cpu":
-        return attend_tree_cascade(query, key, value, index, scale)
-    return attend_tree(query, key, value, index, scale)
+    form = _FORMS[choose_backend(query, value, backend=backend)]
+    return form(query, key, value, index, scale)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, index: TreeIndex) -> None:

@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from harts.errors import InputError
+from harts.ops.convolution.fused import convolve_tree_fused, why_not_fused
 from harts.ops.convolution.reference import convolve_tree
 from harts.ops.tree_index import TreeIndex
 
@@ -26,6 +27,9 @@ def tree_causal_convolution(
     Each row is convolved once and sees the W-1 tokens before it in its trajectories, through as
     many segments as that takes; before the first token there are zeros. Neighbours in the pack
     and replay rows are never context.
+
+    On a GPU, widths 2 to 4 in bfloat16, float16 and float32 run as one compiled pass each way,
+    every run alike bit for bit; everything else runs the PyTorch form.
 
     Args:
         x: [R, C_in] rows; C_in channels. Padding rows may hold anything.
@@ -60,4 +64,5 @@ def tree_causal_convolution(
         raise InputError(
             f"tree_causal_convolution: activation must be 'silu' or None; got {activation!r}."
         )
-    return convolve_tree(x, weight, bias, index, activation)
+    form = convolve_tree if why_not_fused(x, weight) else convolve_tree_fused
+    return form(x, weight, bias, index, activation)

@@ -17,9 +17,12 @@ from harts.ops.delta_rule.arguments import (
     sequence_starts,
     state_dtype,
 )
-from harts.ops.delta_rule.grid import ChunkGrid
+from harts.ops.delta_rule.dispatch import Backend, choose_backend
+from harts.ops.delta_rule.grid import ChunkGrid, check_boundaries
 from harts.ops.delta_rule.intra import ChunkScores, channel_scores, scalar_scores
 from harts.ops.delta_rule.state_pass import pass_states
+
+Columns = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def chunk_delta_rule(
@@ -34,11 +37,14 @@ def chunk_delta_rule(
     boundaries: Tensor | None = None,
     chunk_size: int = 64,
     scale: float | None = None,
+    lowest_log_decay: float | None = None,
+    backend: Backend | None = None,
 ) -> DeltaRuleOutput:
     """Compute `recurrent_delta_rule` in chunks and hand out chunk-boundary states.
 
     Every sequence starts at chunk phase 0; states and gradients never cross from one sequence to
-    another. Arithmetic is float32 (float64 for float64 queries).
+    another. Arithmetic is float32 (float64 for float64 queries); on a GPU, products of bfloat16 or
+    float16 operands are added in float32. States are float32 (float64) everywhere.
 
     Args:
         query: [P, H, K]; value head g reads query/key head g // (G // H).
@@ -51,16 +57,36 @@ def chunk_delta_rule(
         boundaries: [M, 2] pairs (sequence, chunk c): return the state after c * B of its rows.
         chunk_size: B, a power of two.
         scale: factor on the query; K**-0.5 by default.
+        lowest_log_decay: a bound that the caller promises. At -5 or above, KDA on a GPU uses
+            matrix units for the diagonal of a chunk; beyond the promise it may overflow there.
+        backend: see `choose_backend`; both GPU forms are the same one call here.
 
     Returns:
         Output [P, G, V], final states [Q, G, K, V] and boundary states [M, G, K, V].
 
     Raises:
         InputError: shapes that do not fit, an empty sequence, or a boundary that does not exist.
+        UnsupportedError: the backend that was asked for cannot run.
     """
     check_rows(query, key, value, log_decay, beta)
+    chosen = choose_backend(query, value, log_decay, chunk_size=chunk_size, backend=backend)
+    columns = (query, key, value, log_decay, beta)
+    starts = sequence_starts(cu_seqlens, query.shape[0])
+    call = (columns, starts, initial_state, boundaries, chunk_size, scale)
+    return _in_torch(*call) if chosen == "reference" else _on_gpu(*call, lowest_log_decay)
+
+
+def _in_torch(
+    columns: Columns,
+    starts: list[int],
+    initial_state: Tensor | None,
+    boundaries: Tensor | None,
+    chunk_size: int,
+    scale: float | None,
+) -> DeltaRuleOutput:
+    query, key, value, log_decay, beta = columns
     rows, key_dim = query.shape[0], query.shape[2]
-    grid = ChunkGrid.build(sequence_starts(cu_seqlens, rows), chunk_size, query.device)
+    grid = ChunkGrid.build(starts, chunk_size, query.device)
     index = grid.rows[:0] if boundaries is None else grid.boundary_index(boundaries)
     initial = _ranked_states(initial_state, grid, value, key_dim, state_dtype(query))
     query = query.to(initial.dtype) * (key_dim**-0.5 if scale is None else scale)
@@ -69,6 +95,33 @@ def chunk_delta_rule(
         grid.gather(output, rows).to(value.dtype),
         states.index_select(0, grid.rank + grid.chunks),
         states.index_select(0, index),
+    )
+
+
+def _on_gpu(
+    columns: Columns,
+    starts: list[int],
+    initial_state: Tensor | None,
+    boundaries: Tensor | None,
+    chunk_size: int,
+    scale: float | None,
+    lowest_log_decay: float | None,
+) -> DeltaRuleOutput:
+    # Imported here: it needs Triton and fla, which a machine without a GPU lacks.
+    from harts.ops.delta_rule.gpu.entry import packed_delta_rule
+
+    query, _, value, _, _ = columns
+    if initial_state is not None:
+        shape = (len(starts) - 1, value.shape[1], query.shape[2], value.shape[2])
+        check_initial_state(initial_state, shape)
+    return packed_delta_rule(
+        columns,
+        starts,
+        initial_state=initial_state,
+        boundaries=[] if boundaries is None else check_boundaries(boundaries, starts, chunk_size),
+        chunk_size=chunk_size,
+        scale=scale,
+        lowest_log_decay=lowest_log_decay,
     )
 
 

@@ -104,32 +104,45 @@ class ChunkGrid:
         Raises:
             InputError: not [M, 2] integers, or a state the sequence never has.
         """
-        if boundaries.dim() != 2 or boundaries.shape[1] != 2 or boundaries.is_floating_point():
-            raise InputError(
-                "delta rule: boundaries must be integers [M, 2] (sequence, chunk); got "
-                f"{boundaries.dtype} {tuple(boundaries.shape)}."
-            )
         first = [0, *accumulate(self.alive)]
         ranks = self.rank.tolist()
         index = []
-        for sequence, chunk in boundaries.tolist():
-            self._check_boundary(sequence, chunk)
+        starts = [0, *accumulate(self.lengths)]
+        for sequence, chunk in check_boundaries(boundaries, starts, self.chunk_size):
             row = self.chunks if chunk == self.chunk_counts[sequence] else first[chunk]
             index.append(row + ranks[sequence])
         return torch.tensor(index, device=self.rows.device, dtype=torch.int64)
 
-    def _check_boundary(self, sequence: int, chunk: int) -> None:
-        if not 0 <= sequence < len(self.lengths):
+
+def check_boundaries(
+    boundaries: Tensor, starts: list[int], chunk_size: int
+) -> list[tuple[int, int]]:
+    """Pairs (sequence, chunk) [M, 2] as integers; sequence i is rows [starts[i], starts[i+1]).
+
+    Raises:
+        InputError: not [M, 2] integers, or a state the sequence never has.
+    """
+    if boundaries.dim() != 2 or boundaries.shape[1] != 2 or boundaries.is_floating_point():
+        raise InputError(
+            "delta rule: boundaries must be integers [M, 2] (sequence, chunk); got "
+            f"{boundaries.dtype} {tuple(boundaries.shape)}."
+        )
+    lengths = [end - start for start, end in pairwise(starts)]
+    pairs = []
+    for sequence, chunk in boundaries.tolist():
+        if not 0 <= sequence < len(lengths):
             raise InputError(
-                f"delta rule: boundary asks for sequence {sequence} of {len(self.lengths)}."
+                f"delta rule: boundary asks for sequence {sequence} of {len(lengths)}."
             )
-        if not 0 <= chunk * self.chunk_size <= self.lengths[sequence]:
+        if not 0 <= chunk * chunk_size <= lengths[sequence]:
             raise InputError(
                 f"delta rule: boundary asks for the state before chunk {chunk} (row "
-                f"{chunk * self.chunk_size}) of sequence {sequence}, which has "
-                f"{self.lengths[sequence]} rows. Only states at a multiple of the chunk size "
-                f"{self.chunk_size} within the sequence exist."
+                f"{chunk * chunk_size}) of sequence {sequence}, which has {lengths[sequence]} "
+                f"rows. Only states at a multiple of the chunk size {chunk_size} within the "
+                "sequence exist."
             )
+        pairs.append((sequence, chunk))
+    return pairs
 
 
 def _alive_sequences(counts: tuple[int, ...]) -> tuple[int, ...]:

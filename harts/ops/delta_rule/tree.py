@@ -12,6 +12,7 @@ from torch import Tensor
 from harts.errors import InputError
 from harts.ops.delta_rule.arguments import check_rows, state_dtype
 from harts.ops.delta_rule.chunkwise import chunk_delta_rule
+from harts.ops.delta_rule.dispatch import Backend, choose_backend
 from harts.ops.tree_index import TreeIndex
 
 
@@ -24,12 +25,15 @@ def tree_delta_rule(
     *,
     index: TreeIndex,
     scale: float | None = None,
+    lowest_log_decay: float | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Run KDA or Gated DeltaNet on compact rows, equal to running every trajectory alone.
 
     Each round is one `chunk_delta_rule` call. Its sequences start from boundary states of earlier
     rounds (in float32, or float64) and replay the rows between the boundary and their fork; replay
-    rows write nothing. Autograd adds the gradients of all consumers of one state.
+    rows write nothing. The gradients of all consumers of one state are added in a fixed order.
+    The backend `split` does the same in fewer launches: only the state pass goes by rounds.
 
     Args:
         query: [R, H, K]; value head g reads query/key head g // (G // H).
@@ -39,12 +43,15 @@ def tree_delta_rule(
         beta: [R, G] step size.
         index: rounds, replay and state sources.
         scale: factor on the query; K**-0.5 by default.
+        lowest_log_decay: see `chunk_delta_rule`.
+        backend: see `choose_backend`.
 
     Returns:
         [R, G, V] in the dtype of value. Padding rows are never read; theirs are zeros.
 
     Raises:
         InputError: shapes that do not fit the index or each other.
+        UnsupportedError: the backend that was asked for cannot run.
     """
     check_rows(query, key, value, log_decay, beta)
     if query.shape[0] != index.rows:
@@ -53,13 +60,23 @@ def tree_delta_rule(
             f"{query.shape[0]}. Pass all rows of the layout, padding included."
         )
     columns = (query, key, value, log_decay, beta)
-    outputs = _run_rounds(columns, index, scale)
+    chosen = choose_backend(query, value, log_decay, chunk_size=index.chunk_size, backend=backend)
+    if chosen == "split":
+        # Imported here: it needs Triton and fla, which a machine without a GPU lacks.
+        from harts.ops.delta_rule.gpu.entry import split_tree_delta_rule
+
+        return split_tree_delta_rule(columns, index, scale, lowest_log_decay)
+    outputs = _run_rounds(columns, index, scale, lowest_log_decay, chosen)
     padding = value.new_zeros((index.rows - index.compact_rows, *value.shape[1:]))
     return torch.cat([*outputs, padding])
 
 
 def _run_rounds(
-    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], index: TreeIndex, scale: float | None
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    index: TreeIndex,
+    scale: float | None,
+    lowest_log_decay: float | None,
+    backend: Backend,
 ) -> list[Tensor]:
     """Outputs of every round's own rows, in order."""
     query, _, value, _, _ = columns
@@ -70,7 +87,7 @@ def _run_rounds(
     for packed in index.rounds:
         if packed.initial_state.numel() == 0:
             continue
-        q, k, v, g, b = (column.index_select(0, packed.packed_rows) for column in columns)
+        q, k, v, g, b = (take_rows(column, packed.packed_rows) for column in columns)
         result = chunk_delta_rule(
             q,
             k,
@@ -78,11 +95,22 @@ def _run_rounds(
             g,
             b,
             cu_seqlens=packed.cu_seqlens,
-            initial_state=bank.index_select(0, packed.initial_state + 1),
+            initial_state=take_rows(bank, packed.initial_state + 1),
             boundaries=packed.boundaries,
             chunk_size=index.chunk_size,
             scale=scale,
+            lowest_log_decay=lowest_log_decay,
+            backend=backend,
         )
         outputs.append(result.output.index_select(0, packed.own_positions))
         bank = torch.cat((bank, result.boundary_states))
     return outputs
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x, with a gradient that adds repeated rows in a fixed order on every device.
+
+    On a GPU index_select's backward adds with atomics, where indexing sorts; on the CPU indexing
+    adds with atomics, where index_select goes in order.
+    """
+    return x[rows] if x.is_cuda else x.index_select(0, rows)

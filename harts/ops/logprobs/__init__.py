@@ -9,6 +9,7 @@ from torch import Tensor
 
 from harts.errors import InputError
 from harts.ops.logprobs.reference import map_logprobs
+from harts.ops.logprobs.streamed import map_logprobs_streamed, why_not_streamed
 
 __all__ = ["mapped_logprobs"]
 
@@ -58,6 +59,11 @@ def mapped_logprobs(
     exist for one block of rows at a time, in forward and in backward. Rows that no position reads
     are skipped, and rows whose positions all have zero gradient are skipped in backward.
 
+    On a GPU of compute capability 9.0, bfloat16 runs compiled: products in bfloat16 with float32
+    sums, logits that never leave the chip, a bfloat16 tile of their gradient. Everything else
+    (float16 and float32 too) runs the PyTorch form in float32. `shards` has the same for a part of
+    the vocabulary.
+
     Args:
         hidden: [R, D] final hidden rows; rows without a target may hold anything.
         weight: [A, D] output projection.
@@ -65,7 +71,8 @@ def mapped_logprobs(
         targets: [P] next token at each position.
         bias: [A] or None, added to the logits.
         temperature: logits are divided by this.
-        block_rows: rows of logits held at once; by default as many as fit in 64 MiB.
+        block_rows: rows of logits held at once; by default as many as fit in 64 MiB, or
+            16,384 rows of a tile of their gradient in the compiled form.
         return_entropy: also return the entropy of each position's distribution, in nats.
 
     Returns:
@@ -83,7 +90,8 @@ def mapped_logprobs(
         raise InputError(f"mapped_logprobs: temperature must be positive; got {temperature}.")
     if block_rows is not None and block_rows < 1:
         raise InputError(f"mapped_logprobs: block_rows must be at least 1; got {block_rows}.")
-    logprobs, entropy = map_logprobs(
+    form = map_logprobs if why_not_streamed(hidden, weight) else map_logprobs_streamed
+    logprobs, entropy = form(
         hidden, weight, target_rows, targets, bias, temperature, block_rows, return_entropy
     )
     return (logprobs, entropy) if return_entropy else logprobs

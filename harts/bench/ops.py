@@ -1,0 +1,98 @@
+"""``harts bench ops``: operators on a GPU, gated on correctness and measured against a yardstick.
+
+Each part is a module of its own with ``measure(progress) -> Report``; a part is imported when it
+is asked for, since parts need different packages.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from harts.bench.measure import Result
+from harts.errors import InputError, UnsupportedError
+
+Progress = Callable[[str], None]
+
+PARTS = {
+    "delta-rule": "harts.bench.ops_delta_rule",
+    "attention": "harts.bench.ops_attention",
+    "convolution": "harts.bench.ops_convolution",
+    "log-probs": "harts.bench.ops_logprobs",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Figures with bounds, and everything else that was measured."""
+
+    results: list[Result]
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Name to number; units are in the names: _ms, _gib, _ratio."""
+
+
+def measure_parts(names: Sequence[str], progress: Progress) -> dict[str, Report]:
+    """Run the named parts on the current GPU, one after the other.
+
+    Raises:
+        InputError: no such part.
+        UnsupportedError: no GPU.
+        HartsError: a part could not be measured.
+    """
+    unknown = [name for name in names if name not in PARTS]
+    if unknown:
+        raise InputError(f"bench ops: parts are {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("bench ops measures a GPU and found none: run it on one.")
+    reports = {}
+    for name in names:
+        progress(name)
+        reports[name] = import_module(PARTS[name]).measure(progress)
+    return reports
+
+
+def gpu_environment() -> dict[str, Any]:
+    """Device and versions, beside `harts.bench.measure.environment`."""
+    major, minor = torch.cuda.get_device_capability()
+    found = {}
+    for name in ("torch", "triton", "fla-core", "flash-attn-4"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return {
+        "device": torch.cuda.get_device_name(),
+        "compute_capability": f"{major}.{minor}",
+        "cuda": torch.version.cuda,
+        "versions": found,
+    }
+
+
+def median_ms(work: Callable[[], object], repeats: int = 15, warm_up: int = 3) -> float:
+    """Median milliseconds of GPU time, by events around each run."""
+    times = []
+    for repeat in range(warm_up + repeats):
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if repeat >= warm_up:
+            times.append(begin.elapsed_time(end))
+    times.sort()
+    return float(times[len(times) // 2])
+
+
+def peak_gib(work: Callable[[], object]) -> float:
+    """Peak GiB allocated on the GPU while work runs, its inputs included."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated()) / 2**30

@@ -1,0 +1,159 @@
+"""The GPU delta rule as one differentiable function of rows and initial states.
+
+Shapes: R rows · P buffer rows (R, then copied rows) · Q sequences · L bank slots · G value heads ·
+H query/key heads · K key dim · V value dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from harts.ops.delta_rule.gpu.gdn import GatedDeltaNet
+from harts.ops.delta_rule.gpu.kda import KDA
+from harts.ops.delta_rule.gpu.parts import (
+    Columns,
+    Part,
+    Prepared,
+    Sizes,
+    buffer_rows,
+    cast_all,
+    empty,
+    make_parts,
+)
+from harts.ops.delta_rule.gpu.row_plan import RowPlan
+from harts.ops.delta_rule.gpu.state_passes import fold, pass_state_gradients, pass_states
+
+Rule = KDA | GatedDeltaNet
+
+
+class ChunkedDeltaRule(torch.autograd.Function):
+    """(query, key, value, log_decay, beta, initial states) -> output [R, G, V], bank [L, G, K, V].
+
+    Slots 0..Q-1 of the bank are the initial states when they are given; without them the plan
+    starts every root from zero. Backward makes D and the states again, as fla does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        initial: Tensor | None,
+        plan: RowPlan,
+        rule: Rule,
+    ) -> tuple[Tensor, Tensor]:
+        """Run everything; keep the inputs, the bank and what `Prepared` holds."""
+        query, key, value, log_decay, beta = (
+            x.contiguous() for x in (query, key, value, log_decay, beta)
+        )
+        parts = make_parts(plan, Columns(query, key, value, beta, log_decay))
+        kept = rule.prepare(parts, buffer_rows(plan))
+        expanded = rule.expand(parts, kept, backward=False)
+        bank = _bank(plan, rule.sizes, initial, query)
+        values, states = pass_states(
+            plan.states, rule.sizes, expanded.key, expanded.w, expanded.u, kept.decay, bank
+        )
+        del expanded
+        output = _outputs(plan, rule, parts, kept, values, states)
+        ctx.save_for_backward(query, key, value, beta, bank, *kept)
+        ctx.plan, ctx.rule, ctx.decay_dtype = plan, rule, log_decay.dtype
+        ctx.with_initial = initial is not None
+        ctx.set_materialize_grads(False)
+        return output, bank
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_output: Tensor | None, grad_bank: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the rows and of the initial states."""
+        query, key, value, beta, bank, *saved = ctx.saved_tensors
+        plan: RowPlan = ctx.plan
+        rule: Rule = ctx.rule
+        kept = Prepared(*saved)
+        parts = make_parts(plan, Columns(query, key, value, beta, None))
+        grad_rows = _buffer_gradient(plan, grad_output, value)
+        expanded = rule.expand(parts, kept, backward=True)
+        values, states = pass_states(
+            plan.states,
+            rule.sizes,
+            expanded.key,
+            expanded.w,
+            expanded.u,
+            kept.decay,
+            bank,
+            again=True,
+        )
+        local, grad_scores = rule.local_gradients(parts, kept, values, grad_rows)
+        passed, initial = pass_state_gradients(
+            plan.states,
+            rule.sizes,
+            expanded.query,
+            expanded.key,
+            expanded.w,
+            kept.decay,
+            grad_rows,
+            local,
+            None if grad_bank is None else grad_bank.contiguous(),
+            rule.scale,
+        )
+        del expanded, local
+        gradients = rule.gradients(parts, kept, values, states, grad_rows, grad_scores, passed)
+        del values, states, grad_scores, grad_rows, passed
+        rows = [_to_rows(plan, x) for x in gradients]
+        like = (query, key, value, bank.new_empty(0, dtype=ctx.decay_dtype), beta)
+        return (*cast_all(rows, like), initial if ctx.with_initial else None, None, None)
+
+
+def _bank(plan: RowPlan, sizes: Sizes, initial: Tensor | None, like: Tensor) -> Tensor:
+    shape = (plan.states.slots, sizes.groups, sizes.key_dim, sizes.value_dim)
+    bank = empty(like, *shape, dtype=torch.float32)
+    if initial is not None:
+        bank[: initial.shape[0]] = initial
+    return bank
+
+
+def _outputs(
+    plan: RowPlan, rule: Rule, parts: list[Part], kept: Prepared, values: Tensor, states: Tensor
+) -> Tensor:
+    """Output [R, G, V]: written in place, and from copied chunks the rows that are own."""
+    output = empty(values, plan.rows, *values.shape[1:])
+    for part in parts:
+        if part.rows.start == 0:
+            rule.output(part, kept, values, states, output)
+        else:
+            copies = empty(values, plan.copied_rows, *values.shape[1:])
+            rule.output(part, kept, values, states, copies)
+            own = copies.index_select(0, plan.copied.own)
+            output.index_copy_(0, plan.copied.own_targets, own)
+    output[plan.used_rows :].zero_()
+    return output
+
+
+def _buffer_gradient(plan: RowPlan, grad_output: Tensor | None, value: Tensor) -> Tensor:
+    """Output gradient [P, G, V]; replay rows have no output, so theirs is zero."""
+    if grad_output is None:
+        return value.new_zeros((buffer_rows(plan), *value.shape[1:]))
+    if not plan.copied_rows:
+        return grad_output.contiguous()
+    buffer = empty(value, buffer_rows(plan), *value.shape[1:])
+    buffer[: plan.rows] = grad_output
+    buffer[plan.rows :].zero_()
+    own = grad_output.index_select(0, plan.copied.own_targets)
+    buffer.index_copy_(0, plan.copied.own + plan.rows, own)
+    return buffer
+
+
+def _to_rows(plan: RowPlan, gradient: Tensor) -> Tensor:
+    """Gradient [P, ...] to rows [R, ...]: copies folded in, padding zero."""
+    rows = gradient[: plan.rows]
+    fold(rows, gradient[plan.rows :], plan.copied)
+    rows[plan.used_rows :].zero_()
+    return rows

@@ -1,0 +1,250 @@
+"""Triton kernels that carry the state from chunk to chunk, and fold gradients of copied rows.
+
+A program owns one sequence, one value head and a block of value channels, and keeps its part of
+the state in float32 registers. It walks pieces, and inside a piece chunks. All loop bounds are
+loaded inside the loops: Triton 3.6 loses a carried scalar that is only a nested loop's bound
+(triton-lang/triton pull request 9036).
+
+Shapes: P buffer rows · Q sequences · U pieces · L bank slots · Z chunks · B chunk length ·
+H query/key heads · G value heads · K key dim · V value dim.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["first_walk"])
+def state_forward(
+    key,
+    w,
+    u,
+    decay,
+    new_values,
+    states,
+    bank,
+    initial_slots,
+    piece_offsets,
+    piece_rows,
+    piece_lengths,
+    piece_chunks,
+    piece_slots,
+    first_walk,
+    key_heads: tl.constexpr,
+    groups: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    block: tl.constexpr,
+    by_channel: tl.constexpr,
+    store_bank: tl.constexpr,
+):
+    """D = U - W S; S <- decay S + key^T D; states before each chunk, and bank slots, on the way.
+
+    key [P, key_heads, K], w [P, G, K], u and new_values [P, G, V], states [Z, G, K, V],
+    bank [L, G, K, V] float32, decay [P, G, K] or [P, G]: log2, summed from the chunk's start.
+    By channel the keys come decayed to the chunk's end; otherwise D is decayed here.
+    """
+    blocks: tl.constexpr = value_dim // block
+    program = tl.program_id(0)
+    value_block = program % blocks
+    group = (program // blocks) % groups
+    walk = program // (blocks * groups) + first_walk
+    key_head = group // (groups // key_heads)
+    o_k = tl.arange(0, key_dim)
+    o_v = value_block * block + tl.arange(0, block)
+    o_b = tl.arange(0, chunk_size)
+    state_tile = o_k[:, None] * value_dim + o_v[None, :]
+
+    state = tl.zeros([key_dim, block], dtype=tl.float32)
+    slot = tl.load(initial_slots + walk).to(tl.int64)
+    state += tl.load(
+        bank + (slot * groups + group) * key_dim * value_dim + state_tile,
+        mask=(o_k[:, None] >= 0) & (slot >= 0),
+        other=0.0,
+    )
+
+    for piece in range(tl.load(piece_offsets + walk), tl.load(piece_offsets + walk + 1)):
+        first_row = tl.load(piece_rows + piece).to(tl.int64)
+        length = tl.load(piece_lengths + piece)
+        first_chunk = tl.load(piece_chunks + piece).to(tl.int64)
+        for step in range(0, tl.cdiv(length, chunk_size)):
+            inside = step * chunk_size + o_b < length
+            rows = first_row + step * chunk_size + o_b
+            last = first_row + tl.minimum((step + 1) * chunk_size, length) - 1
+            heads = rows * groups + group
+            stored = ((first_chunk + step) * groups + group) * key_dim * value_dim
+            tl.store(states + stored + state_tile, state.to(states.dtype.element_ty))
+
+            w_tile = tl.load(
+                w + heads[:, None] * key_dim + o_k[None, :], mask=inside[:, None], other=0.0
+            )
+            values = tl.load(
+                u + heads[:, None] * value_dim + o_v[None, :], mask=inside[:, None], other=0.0
+            ) - tl.dot(w_tile, state.to(w_tile.dtype))
+            tl.store(
+                new_values + heads[:, None] * value_dim + o_v[None, :],
+                values.to(new_values.dtype.element_ty),
+                mask=inside[:, None],
+            )
+            if by_channel:
+                end = tl.load(decay + (last * groups + group) * key_dim + o_k)
+                state *= tl.math.exp2(end)[:, None]
+            else:
+                end = tl.load(decay + last * groups + group)
+                along = tl.load(decay + heads, mask=inside, other=0.0)
+                values *= tl.where(inside, tl.math.exp2(end - along), 0.0)[:, None]
+                state *= tl.math.exp2(end)
+            keys = tl.load(
+                key + (rows * key_heads + key_head)[None, :] * key_dim + o_k[:, None],
+                mask=inside[None, :],
+                other=0.0,
+            )
+            state = tl.dot(keys, values.to(keys.dtype), state)
+        if store_bank:
+            slot = tl.load(piece_slots + piece).to(tl.int64)
+            # A store under a mask: a branch here would end the software pipeline of the walk.
+            at = bank + (slot * groups + group) * key_dim * value_dim + state_tile
+            tl.store(at, state, mask=(o_k[:, None] >= 0) & (slot >= 0))
+
+
+@triton.jit(do_not_specialize=["first_walk", "scale"])
+def state_backward(
+    query,
+    key,
+    w,
+    decay,
+    grad_output,
+    grad_values,
+    grad_new_values,
+    grad_states,
+    grad_bank,
+    grad_initial,
+    piece_offsets,
+    piece_rows,
+    piece_lengths,
+    piece_chunks,
+    piece_slots,
+    consumer_offsets,
+    consumers,
+    first_walk,
+    scale,
+    query_heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    groups: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    block: tl.constexpr,
+    by_channel: tl.constexpr,
+    read_bank: tl.constexpr,
+):
+    """Walk backwards; at each piece's end add what consumers of that state sent, in their order.
+
+    grad_values [P, G, V] comes without the state's part and goes to grad_new_values with it;
+    grad_states [Z, G, K, V] is that of the state AFTER each chunk; grad_initial [Q, G, K, V]
+    float32 is written here and read here by the producers of earlier rounds.
+    """
+    blocks: tl.constexpr = value_dim // block
+    program = tl.program_id(0)
+    value_block = program % blocks
+    group = (program // blocks) % groups
+    walk = program // (blocks * groups) + first_walk
+    query_head = group // (groups // query_heads)
+    key_head = group // (groups // key_heads)
+    o_k = tl.arange(0, key_dim)
+    o_v = value_block * block + tl.arange(0, block)
+    o_b = tl.arange(0, chunk_size)
+    state_tile = o_k[:, None] * value_dim + o_v[None, :]
+    size: tl.constexpr = key_dim * value_dim
+
+    grad = tl.zeros([key_dim, block], dtype=tl.float32)
+    for back in range(0, tl.load(piece_offsets + walk + 1) - tl.load(piece_offsets + walk)):
+        piece = tl.load(piece_offsets + walk + 1) - 1 - back
+        first_row = tl.load(piece_rows + piece).to(tl.int64)
+        length = tl.load(piece_lengths + piece)
+        first_chunk = tl.load(piece_chunks + piece).to(tl.int64)
+        if read_bank:
+            slot = tl.load(piece_slots + piece).to(tl.int64)
+            grad += tl.load(
+                grad_bank + (slot * groups + group) * size + state_tile,
+                mask=(o_k[:, None] >= 0) & (slot >= 0),
+                other=0.0,
+            )
+        for place in range(
+            tl.load(consumer_offsets + piece), tl.load(consumer_offsets + piece + 1)
+        ):
+            consumer = tl.load(consumers + place).to(tl.int64)
+            grad += tl.load(grad_initial + (consumer * groups + group) * size + state_tile)
+
+        for undone in range(0, tl.cdiv(length, chunk_size)):
+            step = tl.cdiv(length, chunk_size) - 1 - undone
+            inside = step * chunk_size + o_b < length
+            rows = first_row + step * chunk_size + o_b
+            last = first_row + tl.minimum((step + 1) * chunk_size, length) - 1
+            heads = rows * groups + group
+            stored = ((first_chunk + step) * groups + group) * size
+            tl.store(grad_states + stored + state_tile, grad.to(grad_states.dtype.element_ty))
+
+            keys = tl.load(
+                key + (rows * key_heads + key_head)[:, None] * key_dim + o_k[None, :],
+                mask=inside[:, None],
+                other=0.0,
+            )
+            values = tl.dot(keys, grad.to(keys.dtype))
+            queries = tl.load(
+                query + (rows * query_heads + query_head)[None, :] * key_dim + o_k[:, None],
+                mask=inside[None, :],
+                other=0.0,
+            )
+            if by_channel:
+                end = tl.load(decay + (last * groups + group) * key_dim + o_k)
+                grad *= tl.math.exp2(end)[:, None]
+            else:
+                end = tl.load(decay + last * groups + group)
+                along = tl.load(decay + heads, mask=inside, other=0.0)
+                values *= tl.where(inside, tl.math.exp2(end - along), 0.0)[:, None]
+                grad *= tl.math.exp2(end)
+            tile = heads[:, None] * value_dim + o_v[None, :]
+            values += tl.load(grad_values + tile, mask=inside[:, None], other=0.0)
+            tl.store(
+                grad_new_values + tile,
+                values.to(grad_new_values.dtype.element_ty),
+                mask=inside[:, None],
+            )
+            outputs = tl.load(grad_output + tile, mask=inside[:, None], other=0.0)
+            if not by_channel:
+                # The output's gradient is decayed, not the query: that one would become a matrix
+                # operand in registers, which Triton has got wrong on Hopper.
+                outputs = (outputs * tl.math.exp2(along)[:, None]).to(outputs.dtype)
+            w_tile = tl.load(
+                w + heads[None, :] * key_dim + o_k[:, None], mask=inside[None, :], other=0.0
+            )
+            grad += tl.dot(queries, outputs) * scale - tl.dot(w_tile, values.to(w_tile.dtype))
+    tl.store(grad_initial + (walk.to(tl.int64) * groups + group) * size + state_tile, grad)
+
+
+@triton.jit
+def fold_copies(
+    rows,
+    copies,
+    targets,
+    fresh,
+    offsets,
+    copy_rows,
+    width: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Add to each target row of rows [R, width] its copies [E, width], in float32 and in order."""
+    target_number = tl.program_id(0)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < width
+    target = tl.load(targets + target_number).to(tl.int64)
+    kept = tl.load(fresh + target_number) == 0
+    at = rows + target * width + columns
+    total = tl.load(at, mask=inside & kept, other=0.0).to(tl.float32)
+    for place in range(tl.load(offsets + target_number), tl.load(offsets + target_number + 1)):
+        copy = tl.load(copy_rows + place).to(tl.int64)
+        total += tl.load(copies + copy * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, total.to(rows.dtype.element_ty), mask=inside)

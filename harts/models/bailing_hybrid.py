@@ -59,9 +59,11 @@ class TreeBailingHybridDeltaAttention(BailingHybridDeltaAttention):  # type: ign
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """X / sqrt(sum x^2 + 1e-6) over the last dim, in at least float32, as fla's kernels do."""
-    x = x if x.dtype == torch.float64 else x.float()
-    return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
+    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; at least float32 inside, x's type out."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)).to(
+        x.dtype
+    )
 
 
 def small_model(vocabulary: int) -> BailingHybridForCausalLM:

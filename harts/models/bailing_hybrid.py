@@ -59,11 +59,10 @@ class TreeBailingHybridDeltaAttention(BailingHybridDeltaAttention):  # type: ign
 
 
 def l2_normalise(x: Tensor) -> Tensor:
-    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; at least float32 inside, x's type out."""
+    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
     wide = x if x.dtype == torch.float64 else x.float()
-    return (wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)).to(
-        x.dtype
-    )
+    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
+    return scaled.to(x.dtype)
 
 
 def small_model(vocabulary: int) -> BailingHybridForCausalLM:

@@ -89,4 +89,5 @@ def main(arguments: list[str] | None = None) -> None:
 def _complain(title: str, message: str) -> None:
     console = Console(stderr=True, highlight=False)
     console.print(f"[bold red]{title}:[/] ", end="")
-    console.print(message, markup=False)
+    # A path must come out whole, to be copied: the terminal wraps, not we.
+    console.print(message, markup=False, soft_wrap=True)

@@ -320,11 +320,17 @@ def _competing_counts(work: IntervalWork, replicas: int, capacity: int) -> range
     return range(below, above + 1, replicas)
 
 
+def fewest_contiguous(work: IntervalWork, capacity: int) -> int:
+    """Fewest contiguous microbatches within capacity: each as long as it can be."""
+    stops, count, stop = work.last_stops(capacity), 0, 0
+    while stop < len(work):
+        stop, count = int(stops[stop]), count + 1
+    return count
+
+
 def _check_count_exists(work: IntervalWork, replicas: int, capacity: int, allowed: int) -> None:
     """Refuse a step whose largest possible count is still too small."""
-    stops, needed, stop = work.last_stops(capacity), 0, 0
-    while stop < len(work):
-        stop, needed = int(stops[stop]), needed + 1
+    needed = fewest_contiguous(work, capacity)
     if needed > allowed:
         raise PlanError(
             f"{len(work)} trajectories at capacity {capacity:,} need at least {needed} contiguous "

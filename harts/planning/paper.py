@@ -16,6 +16,7 @@ from harts.planning.contiguous import (
     ContiguousTable,
     candidate_counts,
     check_feasible,
+    fewest_contiguous,
     natural_partition,
 )
 from harts.planning.evolution import evolve_partition, sampled_counts
@@ -136,7 +137,7 @@ def paper_candidates(work: IntervalWork, replicas: int, capacity: int) -> list[C
 def _exact_candidates(work: IntervalWork, replicas: int, capacity: int) -> list[Candidate]:
     """Exact partition of every count of Eq. 8 that has one."""
     counts = candidate_counts(work, replicas, capacity)
-    if not _fewest_contiguous(work, capacity) <= counts[-1] <= len(work):
+    if not fewest_contiguous(work, capacity) <= counts[-1] <= len(work):
         return []  # the table needs a feasible largest count; a smaller one cannot be feasible
     table = ContiguousTable.build(work, capacity, counts[-1])
     return [
@@ -169,11 +170,3 @@ def _anchors(base: list[Candidate], greedy: Candidate | None) -> list[Candidate]
 
 def _candidate(work: IntervalWork, origin: Origin, groups: list[IntArray]) -> Candidate:
     return Candidate(origin=origin, groups=tuple(groups), works=compact_works(work, groups))
-
-
-def _fewest_contiguous(work: IntervalWork, capacity: int) -> int:
-    """Fewest contiguous microbatches within capacity: each as long as it can be."""
-    stops, count, stop = work.last_stops(capacity), 0, 0
-    while stop < len(work):
-        stop, count = int(stops[stop]), count + 1
-    return count

@@ -132,7 +132,7 @@ def _why_not_trusted(query: Tensor, log_decay: Tensor) -> str | None:
     numbers = [int(number) for number in re.findall(r"\d+", found)[:3]]
     if log_decay.dim() == 3 or numbers >= _TRUSTED_TRITON or not _is_hopper(query.device):
         return None
-    return f"Triton {found} miscompiles Gated DeltaNet's backward on Hopper; 3.7.1 does not"
+    return f"Triton {found} is not trusted with Gated DeltaNet's backward on Hopper; 3.7.1 is"
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,7 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from harts.errors import InputError
-from harts.ops.delta_rule import chunk_delta_rule, recurrent_delta_rule, tree_delta_rule
+from harts.ops.delta_rule import (
+    Backend,
+    chunk_delta_rule,
+    grid_rows,
+    recurrent_delta_rule,
+    state_pass,
+    tree_delta_rule,
+)
+from harts.ops.delta_rule.grid import tree_grid
 from harts.ops.tree_index import RoundIndex, TreeIndex
 from tests.forests import lay_out, random_batch
 
@@ -19,6 +28,7 @@ NAMES = ("query", "key", "value", "log_decay", "beta", "initial_state")
 HEADS = {"KDA": (True, 2, 2), "KDA grouped": (True, 1, 2), "GDN": (False, 2, 2)}
 HEADS["GDN grouped"] = (False, 2, 4)
 FORMS = pytest.mark.parametrize("form", list(HEADS))
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "rounds"])
 
 
 def offsets(lengths: list[int]) -> Tensor:
@@ -558,23 +568,42 @@ def path_by_path(inputs: list[Tensor], tree: HandMadeTree) -> Tensor:
 
 
 @FORMS
-def test_a_tree_equals_running_every_path_alone(form: str) -> None:
+@BACKENDS
+def test_a_tree_equals_running_every_path_alone(form: str, backend: Backend) -> None:
     tree = build_tree(FOREST)
     assert len(tree.index.rounds) >= 4
     assert tree.handoffs >= 6
     inputs = make_inputs([tree.index.rows], form)[:5]
     expected = with_gradients([path_by_path(inputs, tree)], inputs)
-    got = with_gradients([tree_delta_rule(*inputs, index=tree.index)], inputs)
+    got = with_gradients([tree_delta_rule(*inputs, index=tree.index, backend=backend)], inputs)
     assert_close(got, expected, 1e-12)
 
 
+def test_chunks_of_a_tree_go_in_as_few_levels_as_the_longest_path_has_chunks() -> None:
+    tree = build_tree(FOREST)
+    grid = tree_grid(tree.index)
+    assert len(grid.levels) == max(-(-len(path) // tree.index.chunk_size) for path in tree.paths)
+    done = 1  # the zero state
+    for level in grid.levels:
+        parents = torch.arange(1 + grid.chunks)[level.parents]
+        assert torch.equal(parents, grid.parents[level.chunks])
+        assert int(parents.max()) < done
+        done += len(parents)
+    assert done == 1 + grid.chunks
+    assert any(isinstance(level.parents, slice) for level in grid.levels)
+    assert any(isinstance(level.parents, Tensor) for level in grid.levels)
+
+
+@BACKENDS
 @pytest.mark.parametrize("seed", range(8))
-def test_random_planned_trees_equal_running_every_trajectory_alone(seed: int) -> None:
+def test_random_planned_trees_equal_running_every_trajectory_alone(
+    seed: int, backend: Backend
+) -> None:
     size = (2, 4, 8)[seed % 3]
     batch = random_batch(np.random.default_rng(seed), max_length=30, chunk_size=size)
     index = TreeIndex.from_layout(lay_out(batch, chunk_size=size, row_multiple=8)[2])
     inputs = make_inputs([index.rows], list(HEADS)[seed % 4], seed=seed, dims=(4, 3))[:5]
-    compact = tree_delta_rule(*inputs, index=index)
+    compact = tree_delta_rule(*inputs, index=index, backend=backend)
     got, expected = [], []
     for start, end in pairwise(index.trajectory_offsets.tolist()):
         if start == end:
@@ -590,9 +619,12 @@ def test_random_planned_trees_equal_running_every_trajectory_alone(seed: int) ->
     )
 
 
+@BACKENDS
 @pytest.mark.parametrize("form", ["KDA", "GDN"])
 @pytest.mark.parametrize("fault", [{"shift": -1}, {"replay": False}], ids=["anchor", "replay"])
-def test_a_wrong_anchor_or_missing_replay_in_a_tree_is_detected(form: str, fault: dict) -> None:
+def test_a_wrong_anchor_or_missing_replay_in_a_tree_is_detected(
+    form: str, fault: dict, backend: Backend
+) -> None:
     tree, faulty = build_tree(FOREST), build_tree(FOREST, **fault)
     inputs = make_inputs([tree.index.rows], form)[:5]
     with torch.no_grad():
@@ -600,13 +632,32 @@ def test_a_wrong_anchor_or_missing_replay_in_a_tree_is_detected(form: str, fault
             # Rows of zeros leave the state alone, so replaying padding is no replay at all.
             x[tree.index.compact_rows :] = 0
     expected = with_gradients([path_by_path(inputs, tree)], inputs)
-    got = with_gradients([tree_delta_rule(*inputs, index=faulty.index)], inputs)
+    output = tree_delta_rule(*inputs, index=faulty.index, backend=backend)
+    got = with_gradients([output], inputs)
     for name in expected:
         assert worst({name: got[name]}, {name: expected[name]})[0] > 1e-2, name
 
 
+@pytest.mark.parametrize("module", [state_pass, grid_rows], ids=["state", "replayed row"])
 @pytest.mark.parametrize("form", ["KDA", "GDN"])
-def test_padding_rows_of_a_tree_reach_neither_outputs_nor_gradients(form: str) -> None:
+def test_a_dropped_gradient_of_one_consumer_in_a_tree_is_detected(
+    form: str, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = build_tree(FOREST)
+    inputs = make_inputs([tree.index.rows], form)[:5]
+    expected = with_gradients([path_by_path(inputs, tree)], inputs)
+    add_rows = module.add_rows
+    monkeypatch.setattr(module, "add_rows", lambda total, at, x: add_rows(total, at[:-1], x[:-1]))
+    got = with_gradients([tree_delta_rule(*inputs, index=tree.index)], inputs)
+    for name in ("key", "value", "log_decay", "beta"):
+        assert worst({name: got[name]}, {name: expected[name]})[0] > 1e-3, name
+
+
+@BACKENDS
+@pytest.mark.parametrize("form", ["KDA", "GDN"])
+def test_padding_rows_of_a_tree_reach_neither_outputs_nor_gradients(
+    form: str, backend: Backend
+) -> None:
     tree = build_tree(FOREST, padding=5)
     clean = make_inputs([tree.index.rows], form)[:5]
     poisoned = [x.detach().clone() for x in clean]
@@ -615,7 +666,9 @@ def test_padding_rows_of_a_tree_reach_neither_outputs_nor_gradients(form: str) -
     poisoned = [x.requires_grad_() for x in poisoned]
     upstream = torch.ones_like(clean[2])
     upstream[tree.index.compact_rows :] = torch.nan
-    expected, got = (tree_delta_rule(*x, index=tree.index) for x in (clean, poisoned))
+    expected, got = (
+        tree_delta_rule(*x, index=tree.index, backend=backend) for x in (clean, poisoned)
+    )
     assert torch.equal(got, expected)
     assert torch.equal(got[-5:], torch.zeros_like(got[-5:]))
     for gradient, reference in zip(

@@ -235,10 +235,10 @@ def test_without_a_gpu_the_reference_runs_and_a_gpu_form_is_refused() -> None:
         choose_backend(*rows, chunk_size=64, backend="split")
     with pytest.raises(UnsupportedError, match="one of"):
         choose_backend(*rows, chunk_size=64, backend="fast")
-    columns = (*rows, torch.zeros(3, 2))
-    decayed = (columns[0], columns[1], columns[2], columns[2], columns[3])
-    with pytest.raises(UnsupportedError, match="backend 'rounds'"):
-        chunk_delta_rule(*decayed, cu_seqlens=torch.tensor([0, 3]), backend="rounds")
+    columns = (*rows, rows[2], torch.zeros(3, 2))
+    with pytest.raises(UnsupportedError, match="backend 'split'"):
+        chunk_delta_rule(*columns, cu_seqlens=torch.tensor([0, 3]), backend="split")
+    assert choose_backend(*rows, chunk_size=64, backend="rounds") == "rounds"
     tree = build_tree(FOREST)
     rows = [torch.zeros(tree.index.rows, 2, 4)] * 4
     with delta_rule_backend("split"), pytest.raises(UnsupportedError, match="backend 'split'"):

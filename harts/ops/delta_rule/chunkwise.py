@@ -18,7 +18,8 @@ from harts.ops.delta_rule.arguments import (
     state_dtype,
 )
 from harts.ops.delta_rule.dispatch import Backend, choose_backend
-from harts.ops.delta_rule.grid import ChunkGrid, check_boundaries
+from harts.ops.delta_rule.grid import ChunkGrid, check_boundaries, packed_grid
+from harts.ops.delta_rule.grid_rows import from_grid, to_grid
 from harts.ops.delta_rule.intra import ChunkScores, channel_scores, scalar_scores
 from harts.ops.delta_rule.state_pass import pass_states
 
@@ -73,7 +74,9 @@ def chunk_delta_rule(
     columns = (query, key, value, log_decay, beta)
     starts = sequence_starts(cu_seqlens, query.shape[0])
     call = (columns, starts, initial_state, boundaries, chunk_size, scale)
-    return _in_torch(*call) if chosen == "reference" else _on_gpu(*call, lowest_log_decay)
+    if chosen == "reference" or not query.is_cuda:
+        return _in_torch(*call)
+    return _on_gpu(*call, lowest_log_decay)
 
 
 def _in_torch(
@@ -84,17 +87,17 @@ def _in_torch(
     chunk_size: int,
     scale: float | None,
 ) -> DeltaRuleOutput:
-    query, key, value, log_decay, beta = columns
-    rows, key_dim = query.shape[0], query.shape[2]
-    grid = ChunkGrid.build(starts, chunk_size, query.device)
-    index = grid.rows[:0] if boundaries is None else grid.boundary_index(boundaries)
-    initial = _ranked_states(initial_state, grid, value, key_dim, state_dtype(query))
-    query = query.to(initial.dtype) * (key_dim**-0.5 if scale is None else scale)
-    output, states = _run_chunks((query, key, value, log_decay, beta), initial, grid)
+    query, _, value, _, _ = columns
+    grid = packed_grid(starts, boundaries, chunk_size, query.device)
+    shape = (len(starts) - 1, value.shape[1], query.shape[2], value.shape[2])
+    if initial_state is None:
+        initial_state = value.new_zeros(shape)
+    check_initial_state(initial_state, shape)
+    output, states = run_chunks(columns, initial_state, grid, scale)
     return DeltaRuleOutput(
-        grid.gather(output, rows).to(value.dtype),
-        states.index_select(0, grid.rank + grid.chunks),
-        states.index_select(0, index),
+        output,
+        take_rows(states, grid.final_states),
+        take_rows(states, grid.boundary_states),
     )
 
 
@@ -125,28 +128,40 @@ def _on_gpu(
     )
 
 
-def _run_chunks(
-    columns: tuple[Tensor, ...], initial: Tensor, grid: ChunkGrid
+def run_chunks(
+    columns: Columns, initial: Tensor, grid: ChunkGrid, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [Z, G, B, V], and the states [Z + Q, G, K, V] before each chunk and at the ends."""
-    q, k, v, g, b = (grid.scatter(column.to(initial.dtype)) for column in columns)
+    """Every chunk of a grid in PyTorch: work inside chunks at once, states level by level.
+
+    Args:
+        columns: query, key, value, decay and beta of R rows, as `chunk_delta_rule` takes them.
+        initial: [M, G, K, V] initial states of the grid.
+        grid: chunks of all sequences.
+        scale: factor on the query.
+
+    Returns:
+        Output [R, G, V], zero in rows that no chunk owns, and the states [M + Z, G, K, V].
+    """
+    query, key, value, log_decay, beta = columns
+    dtype = state_dtype(query)
+    query = query.to(dtype) * (query.shape[2] ** -0.5 if scale is None else scale)
+    q, k, v, g, b = (to_grid(x.to(dtype), grid) for x in (query, key, value, log_decay, beta))
     q, k, scores = _scores(q, k, g, v.shape[1])
     w, u = _updates(k, v, b, scores)
     chunk_decay = scores.decay_in[..., -1, :].unsqueeze(-1)
-    delta, states = pass_states(w, u, k * scores.decay_out, chunk_decay, initial, grid.alive)
-    from_state = (q * scores.decay_in) @ states[: grid.chunks]
-    return from_state + scores.query_key @ delta, states
+    delta, states = pass_states(w, u, k * scores.decay_out, chunk_decay, initial.to(dtype), grid)
+    from_state = (q * scores.decay_in) @ take_rows(states, grid.parents)
+    output = from_grid(from_state + scores.query_key @ delta, grid, len(value))
+    return output.to(value.dtype), states
 
 
-def _ranked_states(
-    initial_state: Tensor | None, grid: ChunkGrid, value: Tensor, key_dim: int, dtype: torch.dtype
-) -> Tensor:
-    """Initial states [Q, G, K, V] in rank order."""
-    shape = (len(grid.lengths), value.shape[1], key_dim, value.shape[2])
-    if initial_state is None:
-        return value.new_zeros(shape, dtype=dtype)
-    check_initial_state(initial_state, shape)
-    return initial_state.to(dtype).index_select(0, grid.order)
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x, with a gradient that adds repeated rows in a fixed order on every device.
+
+    On a GPU index_select's backward adds with atomics, where indexing sorts; on the CPU indexing
+    adds with atomics, where index_select goes in order.
+    """
+    return x[rows] if x.is_cuda else x.index_select(0, rows)
 
 
 def _scores(q: Tensor, k: Tensor, g: Tensor, groups: int) -> tuple[Tensor, Tensor, ChunkScores]:

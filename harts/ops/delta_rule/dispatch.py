@@ -55,7 +55,7 @@ def choose_backend(
     """Choose the form for these row tensors, query [P, H, K], value [P, G, V].
 
     - `reference`: PyTorch, any device, dtype and shape;
-    - `rounds`: GPU, one packed call of chunk kernels a round (the paper's way);
+    - `rounds`: one packed call a round (the paper's way): chunk kernels on a GPU, PyTorch on a CPU;
     - `split`: GPU, chunk kernels once for all rounds, only the state pass by rounds.
 
     The choice is `backend` if given, else that of `delta_rule_backend`, else `split` on a GPU that
@@ -67,8 +67,8 @@ def choose_backend(
             fla is installed where one would be chosen.
     """
     asked = _known(backend) if backend is not None else _override.get()
-    if asked == "reference":
-        return "reference"
+    if asked == "reference" or (asked == "rounds" and not query.is_cuda):
+        return asked
     reason = _why_not(query, value, log_decay, chunk_size)
     if reason is None:
         check_fla()

@@ -1,117 +1,196 @@
-"""Where each packed row lies when every sequence is cut into chunks of B rows.
+"""Chunks of packed sequences as one tree: each chunk starts from the state after its parent.
 
-Shapes: P packed rows of one call · Q sequences in a call · M requested boundary states ·
-B chunk length · Z chunks of all sequences.
+Inside a sequence a chunk's parent is the chunk before it; a sequence that starts from a boundary
+state of another has its parent there. The rounds of a compact tree, which are packed calls one
+after the other, thus become levels, and there are only as many as the longest path has chunks.
+
+Shapes: R physical rows · P packed rows · Q sequences · M initial states · Z chunks of all
+sequences · B chunk length · L levels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.errors import InputError
+from harts.ops.index_cache import derived
+from harts.ops.tree_index import TreeIndex
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """Chunks whose parents all lie in earlier levels."""
+
+    chunks: slice
+    parents: slice | Tensor
+    """States that they start from, in the state buffer; a slice where those are contiguous."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkGrid:
-    """Z chunks ordered by chunk index, then by sequence rank (longest sequence first).
+    """Z chunks by level, in each level those with most chunks of their sequence to come first.
 
-    Chunk c of all sequences that have one is then a contiguous slice, and the sequences still
-    alive at c + 1 are its first ranks, so the state pass needs no gather.
+    Grid row z * B + phase is a row of chunk z. The state buffer [M + Z] holds the initial states,
+    then the state after each chunk.
     """
 
     chunk_size: int
+    chunks: int
+    """Z."""
+    levels: tuple[Level, ...]
+    parents: Tensor
+    """[Z] state that each chunk starts from, in the state buffer."""
     rows: Tensor
-    """[cu_seqlens[-1]] grid row (chunk * B + phase) of each packed row."""
+    """[P] row of the caller's tensors behind each packed row."""
+    grid_rows: Tensor
+    """[P] grid row of each packed row."""
+    own: Tensor
+    """[C] grid row of each of the rows 0..C-1 of the caller's tensors; other packed rows replay."""
+    replay: Tensor
+    """[P - C] packed rows that repeat a row for the sake of the state."""
+    final_states: Tensor
+    """[Q] state after each sequence, in the state buffer."""
+    boundary_states: Tensor
+    """[all boundaries] states that were asked for, in the state buffer, in the order asked."""
 
-    alive: tuple[int, ...]
-    """Number of sequences that have a chunk c, for each c; the first is Q and they never rise."""
 
-    order: Tensor
-    """[Q] sequence at each rank."""
+@dataclass(slots=True, kw_only=True)
+class _Sequences:
+    """Sequences as they are added. States are numbered as in the buffer, chunks not yet ordered."""
 
-    rank: Tensor
-    """[Q] rank of each sequence."""
-
-    chunk_counts: tuple[int, ...]
-    """[Q] chunks of each sequence."""
-
-    lengths: tuple[int, ...]
-    """[Q] rows of each sequence."""
-
-    @property
-    def chunks(self) -> int:
-        """Z, the chunks of all sequences."""
-        return sum(self.alive)
+    chunk_size: int
+    initial_states: int
+    lengths: list[IntArray]
+    parents: list[IntArray]
+    """[Q] state that each sequence starts from."""
+    levels: list[IntArray]
+    """[Q] level of each sequence's first chunk."""
+    bank: IntArray
+    """States handed out so far."""
+    bank_levels: IntArray
+    """Level of a chunk that starts from each."""
+    chunks: int = 0
 
     @classmethod
-    def build(cls, starts: list[int], chunk_size: int, device: torch.device) -> ChunkGrid:
-        """Lay out sequences [starts[i], starts[i+1]), each starting at chunk phase 0.
-
-        Raises:
-            InputError: chunk_size is not a power of two, which halving a chunk needs.
-        """
+    def none(cls, chunk_size: int, initial_states: int) -> _Sequences:
         if chunk_size < 1 or chunk_size & (chunk_size - 1):
             raise InputError(f"delta rule: chunk_size must be a power of two; got {chunk_size}.")
-        lengths = tuple(end - start for start, end in pairwise(starts))
-        counts = tuple(-(-length // chunk_size) for length in lengths)
-        order = sorted(range(len(counts)), key=lambda i: -counts[i])
-        rank = [0] * len(order)
-        for position, sequence in enumerate(order):
-            rank[sequence] = position
-        alive = _alive_sequences(counts)
-        first = torch.tensor([0, *accumulate(alive)], device=device)
-        ranks = torch.tensor(rank, device=device)
-        spans = torch.tensor(lengths, device=device)
-        local = torch.arange(starts[-1], device=device) - torch.repeat_interleave(
-            torch.tensor(starts[:-1], device=device), spans
-        )
-        chunk = local // chunk_size
-        rows = (first[chunk] + ranks.repeat_interleave(spans)) * chunk_size + local % chunk_size
         return cls(
             chunk_size=chunk_size,
-            rows=rows,
-            alive=alive,
-            order=torch.tensor(order, device=device),
-            rank=ranks,
-            chunk_counts=counts,
-            lengths=lengths,
+            initial_states=initial_states,
+            lengths=[],
+            parents=[],
+            levels=[],
+            bank=np.zeros(0, np.int64),
+            bank_levels=np.zeros(0, np.int64),
         )
 
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Copy packed rows [P, G, ...] to [Z, G, B, ...]; phases past a sequence's end are zero."""
-        trailing = rows.shape[1:]
-        padded = rows.new_zeros((self.chunks * self.chunk_size, *trailing))
-        padded = padded.index_copy(0, self.rows, rows[: self.rows.numel()])
-        return padded.view(self.chunks, self.chunk_size, *trailing).transpose(1, 2).contiguous()
+    def add(
+        self, starts: list[int], parents: IntArray, levels: IntArray, boundaries: Tensor | None
+    ) -> None:
+        """Add sequences [starts[i], starts[i+1]) and hand out the states before some chunks."""
+        lengths = np.diff(np.array(starts))
+        first = self.chunks + _before(-(-lengths // self.chunk_size))
+        if boundaries is not None:
+            pairs = check_boundaries(boundaries, starts, self.chunk_size)
+            sequence, chunk = np.array(pairs, np.int64).reshape(-1, 2).T
+            after = self.initial_states + first[sequence] + chunk - 1
+            handed_out = np.where(chunk > 0, after, parents[sequence])
+            self.bank = np.concatenate([self.bank, handed_out])
+            self.bank_levels = np.concatenate([self.bank_levels, levels[sequence] + chunk])
+        self.lengths.append(lengths)
+        self.parents.append(parents)
+        self.levels.append(levels)
+        self.chunks = int(first[-1]) + -(-int(lengths[-1]) // self.chunk_size)
 
-    def gather(self, chunks: Tensor, rows: int) -> Tensor:
-        """Copy [Z, G, B, V] back to packed rows [P = rows, G, V]; rows past the last are zero."""
-        flat = chunks.transpose(1, 2).flatten(0, 1)
-        packed = flat.index_select(0, self.rows)
-        if packed.shape[0] == rows:
-            return packed
-        return torch.cat([packed, packed.new_zeros((rows - packed.shape[0], *packed.shape[1:]))])
+    def grid(self, rows: Tensor, own_packed: Tensor) -> ChunkGrid:
+        """Order the chunks; ``rows`` [P] as in `ChunkGrid`, ``own_packed`` [C] its own ones."""
+        size, states, device = self.chunk_size, self.initial_states, rows.device
+        lengths = np.concatenate(self.lengths)
+        counts = -(-lengths // size)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        first = _before(counts)
+        chunk = np.arange(self.chunks) - first[sequence]
+        level = np.concatenate(self.levels)[sequence] + chunk
+        parents = np.where(
+            chunk > 0,
+            states + np.arange(self.chunks) - 1,
+            np.concatenate(self.parents)[sequence],
+        )
+        order = np.lexsort((sequence, chunk - counts[sequence], level))
+        place = np.empty(states + self.chunks, np.int64)
+        place[:states] = np.arange(states)
+        place[states + order] = states + np.arange(self.chunks)
+        parents = place[parents[order]]
+        local = np.arange(int(lengths.sum())) - np.repeat(_before(lengths), lengths)
+        chunk_of_row = np.repeat(first, lengths) + local // size
+        grid_rows = _tensor(
+            (place[states + chunk_of_row] - states) * size + local % size, rows.device
+        )
+        replays = torch.ones(len(rows), dtype=torch.bool, device=device)
+        replays[own_packed] = False
+        return ChunkGrid(
+            chunk_size=size,
+            chunks=self.chunks,
+            levels=_levels(np.bincount(level), parents, device),
+            parents=_tensor(parents, device),
+            rows=rows,
+            grid_rows=grid_rows,
+            own=grid_rows[own_packed],
+            replay=replays.nonzero().squeeze(1),
+            final_states=_tensor(place[states + first + counts - 1], device),
+            boundary_states=_tensor(place[self.bank], device),
+        )
 
-    def boundary_index(self, boundaries: Tensor) -> Tensor:
-        """Turn pairs (sequence, chunk) [M, 2] into rows of the state buffer [Z + Q].
 
-        The buffer holds the state before each chunk, in grid order, then the final states by rank.
+def packed_grid(
+    starts: list[int], boundaries: Tensor | None, chunk_size: int, device: torch.device
+) -> ChunkGrid:
+    """Sequences [starts[i], starts[i+1]) of one packed call; sequence i has initial state i.
 
-        Raises:
-            InputError: not [M, 2] integers, or a state the sequence never has.
-        """
-        first = [0, *accumulate(self.alive)]
-        ranks = self.rank.tolist()
-        index = []
-        starts = [0, *accumulate(self.lengths)]
-        for sequence, chunk in check_boundaries(boundaries, starts, self.chunk_size):
-            row = self.chunks if chunk == self.chunk_counts[sequence] else first[chunk]
-            index.append(row + ranks[sequence])
-        return torch.tensor(index, device=self.rows.device, dtype=torch.int64)
+    Raises:
+        InputError: chunk_size is not a power of two, which halving a chunk needs, or a boundary
+            that does not exist.
+    """
+    count = len(starts) - 1
+    sequences = _Sequences.none(chunk_size, count)
+    sequences.add(starts, np.arange(count), np.zeros(count, np.int64), boundaries)
+    rows = torch.arange(starts[-1], device=device)
+    return sequences.grid(rows, rows)
+
+
+def tree_grid(index: TreeIndex) -> ChunkGrid:
+    """All rounds of a tree that has any row; the one initial state is zero. Kept with the index."""
+    return derived(index, "delta_rule_grid", _tree_grid)
+
+
+def _tree_grid(index: TreeIndex) -> ChunkGrid:
+    sequences = _Sequences.none(index.chunk_size, 1)
+    rows, own, packed_before = [], [], 0
+    for packed in index.rounds:
+        if packed.initial_state.numel() == 0:
+            continue
+        source = packed.initial_state.cpu().numpy()
+        # The zero state goes in front, so that source -1 is an ordinary entry.
+        bank = np.concatenate([[0], sequences.bank])
+        bank_levels = np.concatenate([[0], sequences.bank_levels])
+        sequences.add(
+            packed.cu_seqlens.tolist(), bank[source + 1], bank_levels[source + 1], packed.boundaries
+        )
+        rows.append(packed.packed_rows)
+        own.append(packed.own_positions + packed_before)
+        packed_before += len(packed.packed_rows)
+    return sequences.grid(torch.cat(rows), torch.cat(own))
 
 
 def check_boundaries(
@@ -145,13 +224,28 @@ def check_boundaries(
     return pairs
 
 
-def _alive_sequences(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """How many sequences have a chunk c, for each c."""
-    ending = [0] * (max(counts) + 1)
-    for count in counts:
-        ending[count] += 1
-    remaining, alive = len(counts), []
-    for chunk in range(max(counts)):
-        remaining -= ending[chunk]
-        alive.append(remaining)
-    return tuple(alive)
+def _levels(counts: IntArray, parents: IntArray, device: torch.device) -> tuple[Level, ...]:
+    """Levels of ``counts`` [L] chunks each; ``parents`` [Z] in grid order."""
+    levels, first = [], 0
+    for count in counts.tolist():
+        of_level = parents[first : first + count]
+        start = int(of_level[0])
+        contiguous = bool((of_level == start + np.arange(count)).all())
+        levels.append(
+            Level(
+                chunks=slice(first, first + count),
+                parents=slice(start, start + count) if contiguous else _tensor(of_level, device),
+            )
+        )
+        first += count
+    return tuple(levels)
+
+
+def _before(counts: IntArray) -> IntArray:
+    """Sum of all earlier entries."""
+    before: IntArray = np.cumsum(counts) - counts
+    return before
+
+
+def _tensor(values: IntArray | Sequence[int], device: torch.device) -> Tensor:
+    return torch.as_tensor(np.asarray(values, np.int64), device=device)

@@ -1,4 +1,4 @@
-"""The gated delta rule over a tree of compact rows: one packed call a round (paper section 3.4).
+"""The gated delta rule over a tree of compact rows (paper section 3.4).
 
 Shapes: R physical rows · C compact rows · P packed rows of one call · Q sequences in a call ·
 M requested boundary states · H query/key heads · G value heads · K key dim · V value dim.
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from harts.errors import InputError
 from harts.ops.delta_rule.arguments import check_rows, state_dtype
-from harts.ops.delta_rule.chunkwise import chunk_delta_rule
+from harts.ops.delta_rule.chunkwise import chunk_delta_rule, run_chunks, take_rows
 from harts.ops.delta_rule.dispatch import Backend, choose_backend
+from harts.ops.delta_rule.grid import tree_grid
 from harts.ops.tree_index import TreeIndex
 
 
@@ -30,10 +31,10 @@ def tree_delta_rule(
 ) -> Tensor:
     """Run KDA or Gated DeltaNet on compact rows, equal to running every trajectory alone.
 
-    Each round is one `chunk_delta_rule` call. Its sequences start from boundary states of earlier
-    rounds (in float32, or float64) and replay the rows between the boundary and their fork; replay
-    rows write nothing. The gradients of all consumers of one state are added in a fixed order.
-    The backend `split` does the same in fewer launches: only the state pass goes by rounds.
+    Sequences start from boundary states (in float32, or float64) of sequences of earlier rounds
+    and replay the rows between the boundary and their fork; replay rows write nothing. The
+    gradients of all consumers of one state are added in a fixed order. The backend `rounds` is one
+    `chunk_delta_rule` call a round; the others do the work inside chunks once for all rounds.
 
     Args:
         query: [R, H, K]; value head g reads query/key head g // (G // H).
@@ -66,9 +67,22 @@ def tree_delta_rule(
         from harts.ops.delta_rule.gpu.entry import split_tree_delta_rule
 
         return split_tree_delta_rule(columns, index, scale, lowest_log_decay)
-    outputs = _run_rounds(columns, index, scale, lowest_log_decay, chosen)
+    if chosen == "reference":
+        return _in_torch(columns, index, scale)
+    outputs = _run_rounds(columns, index, scale, lowest_log_decay)
     padding = value.new_zeros((index.rows - index.compact_rows, *value.shape[1:]))
     return torch.cat([*outputs, padding])
+
+
+def _in_torch(
+    columns: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], index: TreeIndex, scale: float | None
+) -> Tensor:
+    query, _, value, _, _ = columns
+    if index.compact_rows == 0:
+        return value.new_zeros(value.shape)
+    zero = value.new_zeros((1, value.shape[1], query.shape[2], value.shape[2]))
+    output, _ = run_chunks(columns, zero, tree_grid(index), scale)
+    return output
 
 
 def _run_rounds(
@@ -76,7 +90,6 @@ def _run_rounds(
     index: TreeIndex,
     scale: float | None,
     lowest_log_decay: float | None,
-    backend: Backend,
 ) -> list[Tensor]:
     """Outputs of every round's own rows, in order."""
     query, _, value, _, _ = columns
@@ -100,17 +113,8 @@ def _run_rounds(
             chunk_size=index.chunk_size,
             scale=scale,
             lowest_log_decay=lowest_log_decay,
-            backend=backend,
+            backend="rounds",
         )
         outputs.append(result.output.index_select(0, packed.own_positions))
         bank = torch.cat((bank, result.boundary_states))
     return outputs
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of x, with a gradient that adds repeated rows in a fixed order on every device.
-
-    On a GPU index_select's backward adds with atomics, where indexing sorts; on the CPU indexing
-    adds with atomics, where index_select goes in order.
-    """
-    return x[rows] if x.is_cuda else x.index_select(0, rows)

@@ -113,7 +113,7 @@ def run_alone(
         objective: the policy objective.
         router: coefficients of the router losses.
     """
-    routers: list[Any] = [m for m in model.modules() if isinstance(m, family.router_class)]
+    routers = family.routers(model)
     top_k = routers[0].top_k if routers else 0
     alone = _Alone(model, family, routers)
     counted = plan.counted

@@ -61,3 +61,39 @@ def lay_out(
     forest = PrefixForest.build(batch, share=share)
     calls = plan_calls(forest.segment_parent, forest.segment_start, forest.segment_end, chunk_size)
     return forest, calls, build_layout(batch, forest, calls, row_multiple=row_multiple)
+
+
+def hard_tree(vocabulary: int, seed: int = 0) -> TrajectoryBatch:
+    """A binary tree four forks deep, and a comb of tiny branches below one of its leaves.
+
+    Forks lie at B-1, B and B+1 of chunks of B = 64 rows.
+    """
+    chunk = 64
+    rng = np.random.default_rng(seed)
+
+    def tokens(count: int) -> list[int]:
+        return rng.integers(0, vocabulary, count).tolist()
+
+    def grow(prefix: list[int], ends: list[list[int]]) -> list[list[int]]:
+        """Branch twice at each of the next depths; a depth lists its two branches' ends."""
+        if not ends:
+            return [prefix]
+        grown = [prefix + tokens(end - len(prefix)) for end in ends[0]]
+        return [leaf for branch in grown for leaf in grow(branch, ends[1:])]
+
+    trunk = tokens(chunk - 1)
+    leaves = grow(trunk, [[chunk * 2, chunk * 2 + 1], [chunk * 3 + 5, 200], [257, 263], [270, 275]])
+    comb = leaves[0]
+    for length in (1, 2, 1, 3, 1):
+        leaves.append(comb[:-1] + tokens(length))
+        comb = comb[:-1] + tokens(4)
+        leaves.append(comb)
+    leaves += [trunk[:10] + tokens(2), tokens(1), tokens(70), leaves[3], leaves[3][:100]]
+    order = rng.permutation(len(leaves))
+    return batch_of(
+        [leaves[i] for i in order],
+        tree_ids=[str(i % 3) for i in range(len(leaves))],
+        rewards=rng.normal(size=len(leaves)),
+        logprobs=[rng.normal(-4, 0.3, len(leaves[i])).astype(np.float32) for i in order],
+        ref_logprobs=[rng.normal(-4, 0.3, len(leaves[i])).astype(np.float32) for i in order],
+    )

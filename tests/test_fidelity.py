@@ -31,44 +31,12 @@ from harts.planning.calls import plan_calls
 from harts.planning.step import StepPlan, plan_step
 from harts.training.step import RouterLosses, StepOutcome, run_step
 from harts.trajectories import TrajectoryBatch
-from tests.forests import batch_of
+from tests.forests import hard_tree
 
 CHUNK = 64
 VOCABULARY = 50
 BOUND = 1e-9
 ROUTER = RouterLosses(z_coefficient=1e-2, load_balancing_coefficient=1e-1)
-
-
-def hard_tree(seed: int = 0) -> TrajectoryBatch:
-    """A binary tree four forks deep, and a comb of tiny branches below one of its leaves."""
-    rng = np.random.default_rng(seed)
-
-    def tokens(count: int) -> list[int]:
-        return rng.integers(0, VOCABULARY, count).tolist()
-
-    def grow(prefix: list[int], ends: list[list[int]]) -> list[list[int]]:
-        """Branch twice at each of the next depths; a depth lists its two branches' ends."""
-        if not ends:
-            return [prefix]
-        grown = [prefix + tokens(end - len(prefix)) for end in ends[0]]
-        return [leaf for branch in grown for leaf in grow(branch, ends[1:])]
-
-    trunk = tokens(CHUNK - 1)
-    leaves = grow(trunk, [[CHUNK * 2, CHUNK * 2 + 1], [CHUNK * 3 + 5, 200], [257, 263], [270, 275]])
-    comb = leaves[0]
-    for length in (1, 2, 1, 3, 1):
-        leaves.append(comb[:-1] + tokens(length))
-        comb = comb[:-1] + tokens(4)
-        leaves.append(comb)
-    leaves += [trunk[:10] + tokens(2), tokens(1), tokens(70), leaves[3], leaves[3][:100]]
-    order = rng.permutation(len(leaves))
-    return batch_of(
-        [leaves[i] for i in order],
-        tree_ids=[str(i % 3) for i in range(len(leaves))],
-        rewards=rng.normal(size=len(leaves)),
-        logprobs=[rng.normal(-4, 0.3, len(leaves[i])).astype(np.float32) for i in order],
-        ref_logprobs=[rng.normal(-4, 0.3, len(leaves[i])).astype(np.float32) for i in order],
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +68,7 @@ class Case:
 
 def make_case(objective: PolicyObjective, capacity: int) -> Case:
     torch.manual_seed(0)
-    batch = hard_tree()
+    batch = hard_tree(VOCABULARY)
     plan = plan_step(batch, replicas=1, capacity=capacity)
     targets = prepare_step(batch, objective)
     with float64_everywhere():
@@ -133,7 +101,7 @@ def failures(rows: list[Comparison]) -> list[str]:
 
 
 def test_the_hard_tree_is_as_hard_as_it_says() -> None:
-    forest = PrefixForest.build(hard_tree())
+    forest = PrefixForest.build(hard_tree(VOCABULARY))
     calls = plan_calls(forest.segment_parent, forest.segment_start, forest.segment_end, CHUNK)
     depth: list[int] = []
     for parent in forest.segment_parent.tolist():
@@ -295,7 +263,7 @@ def test_mutation_an_extra_logprob_for_the_last_node_is_refused(
 def test_equal_at_step_one_but_apart_later_would_show() -> None:
     """Peers' fault 9: several optimiser steps, not one."""
     torch.manual_seed(0)
-    batch = hard_tree().select(np.arange(5))
+    batch = hard_tree(VOCABULARY).select(np.arange(5))
     plan, targets = plan_step(batch, replicas=1, capacity=700), prepare_step(batch, GRPO())
     model = small_model(VOCABULARY).double().train()
     policy = prepare(copy.deepcopy(model))

@@ -1,11 +1,10 @@
 """Ling 3 (``bailing_hybrid``): KDA and MLA layers, dense first layer, then sigmoid-routed MoE.
 
-Shapes: R physical rows · H heads · K key and value dim · D model width · W convolution width.
+Shapes: R physical rows · D model width.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
@@ -15,54 +14,21 @@ from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
 )
 
 from harts.models.families import ModelFamily
-from harts.ops.convolution import tree_causal_convolution
-from harts.ops.delta_rule import tree_delta_rule
+from harts.models.linear_attention import TreeLayer, kimi_delta_attention, normalised_output
+from harts.models.random_weights import draw_wide, slow_half_of_the_heads
 from harts.ops.tree_index import TreeIndex
 
-_L2_NORM_EPSILON = 1e-6
 
+class TreeBailingHybridDeltaAttention(TreeLayer, BailingHybridDeltaAttention):  # type: ignore[misc]
+    """KDA of Ling 3."""
 
-class TreeBailingHybridDeltaAttention(BailingHybridDeltaAttention):  # type: ignore[misc]
-    """The library's KDA layer with the same weights; with ``tree`` it runs compact rows."""
-
-    def forward(
-        self, hidden_states: Tensor, *args: Any, tree: TreeIndex | None = None, **kwargs: Any
-    ) -> Tensor:
-        """Run one layer on [1, R, D]; without ``tree`` this is the library's own forward."""
-        if tree is None:
-            alone: Tensor = super().forward(hidden_states, *args, **kwargs)
-            return alone
-        rows = hidden_states[0]
-        heads = (rows.shape[0], self.num_heads, self.head_dim)
-        mixed = torch.cat([self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)], dim=-1)
-        mixed = tree_causal_convolution(
-            mixed,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            index=tree,
-            activation=self.activation,
-        )
-        query, key, value = (x.view(heads) for x in mixed.chunk(3, dim=-1))
-        output = tree_delta_rule(
-            l2_normalise(query),
-            l2_normalise(key),
-            value,
-            self.forget_gate(hidden_states)[0],
-            torch.sigmoid(self.b_proj(rows)),
-            index=tree,
-            lowest_log_decay=self.forget_gate.lower_bound if self.forget_gate.safe_gate else None,
-        )
-        gate = self.g_proj(rows).view(heads)
-        output = self.o_norm(output.to(rows.dtype), gate).reshape(rows.shape[0], -1)
-        projected: Tensor = self.o_proj(output)
-        return projected.unsqueeze(0)
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
-    return scaled.to(x.dtype)
+    def on_tree(self: Any, hidden: Tensor, tree: TreeIndex) -> Tensor:
+        """Run compact rows; see `TreeLayer`."""
+        gate = self.forget_gate
+        lowest = gate.lower_bound if gate.safe_gate else None
+        output = kimi_delta_attention(self, hidden, tree, lowest)
+        projected: Tensor = self.o_proj(normalised_output(self.o_norm, output, self.g_proj(hidden)))
+        return projected
 
 
 def small_model(vocabulary: int) -> BailingHybridForCausalLM:
@@ -96,23 +62,11 @@ def small_model(vocabulary: int) -> BailingHybridForCausalLM:
         experts_implementation="eager",
     )
     model = BailingHybridForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.5 if "conv1d" in name else parameter.shape[-1] ** -0.5)
-        for module in model.modules():
-            if isinstance(module, BailingHybridForgetGate):
-                _slow_half_of_the_heads(module)
-            if isinstance(module, BailingHybridTopkRouter):
-                module.e_score_correction_bias.normal_(std=0.05)
+    draw_wide(model)
+    for module in model.modules():
+        if isinstance(module, BailingHybridForgetGate):
+            slow_half_of_the_heads(module, module.num_heads)
     return model
-
-
-def _slow_half_of_the_heads(gate: BailingHybridForgetGate) -> None:
-    """Bias every other head so that its log decay stays within [-0.01, 0]."""
-    slow = torch.arange(gate.num_heads) % 2 == 0
-    gate.A_log[slow] = 0.0
-    gate.dt_bias.view(gate.num_heads, gate.head_dim)[slow] = -11.0
 
 
 FAMILY = ModelFamily(

@@ -5,8 +5,8 @@ To add a family: write one module beside this one that defines ``FAMILY``, and l
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import nn
 
@@ -14,7 +14,18 @@ from harts.errors import UnsupportedError
 
 _MODULES: Mapping[str, str] = {
     "bailing_hybrid": "harts.models.bailing_hybrid",
+    "deepseek_v3": "harts.models.deepseek_v3",
+    "kimi_linear": "harts.models.kimi_linear",
+    "llama": "harts.models.llama",
+    "olmo_hybrid": "harts.models.olmo_hybrid",
+    "qwen3": "harts.models.qwen3",
+    "qwen3_5_moe_text": "harts.models.qwen3_5_moe",
+    "qwen3_5_text": "harts.models.qwen3_5",
+    "qwen3_moe": "harts.models.qwen3_moe",
+    "qwen3_next": "harts.models.qwen3_next",
 }
+MODEL_TYPES = tuple(_MODULES)
+"""Every ``config.model_type`` that has an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +37,23 @@ class ModelFamily:
 
     model_type: str
     """``config.model_type`` of the library."""
-    tree_layers: Mapping[type[nn.Module], type[nn.Module]]
-    """Linear-attention layer class -> subclass that takes ``tree=TreeIndex`` in its forward."""
-    router_class: type[nn.Module]
-    """Router whose forward returns (logits [R, E], weights, selected experts [R, k])."""
-    router_score: Literal["sigmoid", "softmax"]
-    """How router logits become the probabilities of the load-balancing loss."""
-    expert_bias: str | None
-    """Name of the router's buffer [E] that balances the load without a loss, if it has one."""
-    chunk_size: int
-    """B: chunk length of the family's linear-attention kernel."""
     small_model: Callable[[int], nn.Module]
     """Makes a small random model for a vocabulary size, on the library's reference paths."""
+    tree_layers: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    """Linear-attention layer class -> subclass that takes ``tree=TreeIndex`` in its forward."""
+    router_class: type[nn.Module] | None = None
+    """Router whose forward returns (logits [R, E], weights, selected experts [R, k])."""
+    router_score: Literal["sigmoid", "softmax"] = "softmax"
+    """How router logits become the probabilities of the load-balancing loss."""
+    expert_bias: str | None = None
+    """Name of the router's buffer [E] that balances the load without a loss, if it has one."""
+    chunk_size: int = 64
+    """B: chunk length of the family's linear-attention kernel; plans without one use it too."""
+
+    def routers(self, model: nn.Module) -> list[Any]:
+        """The routers of a model, in the order of its layers; none in a dense model."""
+        wanted = self.router_class
+        return [] if wanted is None else [m for m in model.modules() if isinstance(m, wanted)]
 
 
 def family_of(model: nn.Module) -> ModelFamily:

@@ -24,6 +24,7 @@ from harts.ops.router import RouterStatistics, router_statistics, updated_expert
 from harts.ops.tree_index import TreeIndex
 
 ATTENTION_NAME = "harts_tree"
+_ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +49,7 @@ class TreePolicy(nn.Module):
         self.model = model
         self.family = family
         self._recorded: list[tuple[Tensor, Tensor]] | None = None
-        routers: list[Any] = [m for m in model.modules() if isinstance(m, family.router_class)]
+        routers = family.routers(model)
         self.top_k = routers[0].top_k if routers else 0
         for router in routers:
             router.register_forward_hook(self._record)
@@ -80,8 +81,8 @@ class TreePolicy(nn.Module):
         output = self.model.get_decoder()(
             input_ids=tree.tokens.unsqueeze(0),
             position_ids=tree.positions.unsqueeze(0),
-            # A mapping is taken as it is: no mask is built, each layer reads the tree instead.
-            attention_mask={"full_attention": None, "linear_attention": None},
+            # A mask of four dims is taken as it is: none is built, each layer reads the tree.
+            attention_mask=tree.tokens.new_zeros((1, 1, 1, 1)),
             use_cache=False,
             tree=tree,
         )
@@ -149,6 +150,8 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     """
     family = family_of(model)
     _refuse_dropout(model)
+    _refuse_windows(model)
+    _refuse_positions_by_length(model)
     if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
         raise UnsupportedError("this model is prepared already; use the first TreePolicy")
     for module in model.modules():
@@ -180,6 +183,30 @@ def _refuse_dropout(model: PreTrainedModel) -> None:
         )
 
 
+def _refuse_windows(model: PreTrainedModel) -> None:
+    """Tree attention sees every ancestor."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    other = sorted(kinds - {"full_attention", "linear_attention"})
+    window = getattr(model.config, "sliding_window", None)
+    if other or window is not None:
+        raise UnsupportedError(
+            "attention with a window is not supported on rollout trees; got layer types "
+            f"{other or sorted(kinds)} and sliding_window={window}. Use a model, or set "
+            "use_sliding_window=False in its configuration, whose attention sees every token."
+        )
+
+
+def _refuse_positions_by_length(model: PreTrainedModel) -> None:
+    """A row shared by a short and a long trajectory would need two rotary embeddings."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _ROPE_BY_LENGTH:
+        raise UnsupportedError(
+            f"rope_type {rope['rope_type']!r} turns positions by the length of the whole sequence, "
+            "so trajectories of different length share no row. Set another rope_type, such as "
+            "'yarn', in the model's configuration."
+        )
+
+
 @torch.no_grad()
 def update_expert_bias(
     model: nn.Module, family: ModelFamily, counts: Sequence[Tensor], rate: float
@@ -195,8 +222,7 @@ def update_expert_bias(
     """
     if family.expert_bias is None:
         return
-    routers = [m for m in model.modules() if isinstance(m, family.router_class)]
-    for router, load in zip(routers, counts, strict=True):
+    for router, load in zip(family.routers(model), counts, strict=True):
         bias: Tensor = getattr(router, family.expert_bias)
         bias.copy_(updated_expert_bias(bias, load, rate))
 

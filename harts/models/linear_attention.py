@@ -1,0 +1,108 @@
+"""What linear-attention layers of several families share: their rows through the tree operators.
+
+Shapes: R physical rows · D model width · H query/key heads · G value heads · K key dim ·
+V value dim.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harts.ops.convolution import tree_causal_convolution
+from harts.ops.delta_rule import tree_delta_rule
+from harts.ops.tree_index import TreeIndex
+
+_L2_NORM_EPSILON = 1e-6
+
+
+class TreeLayer(nn.Module):
+    """Put before a library's layer class: with ``tree`` the layer runs compact rows.
+
+    Without, its forward is the library's own, so the model generates as before.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, tree: TreeIndex | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Run the layer on [1, R, D]."""
+        if tree is None:
+            alone: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return alone
+        return self.on_tree(hidden_states, tree)
+
+    def on_tree(self: Any, hidden: Tensor, tree: TreeIndex) -> Tensor:
+        """The library's layer on the rows of a tree: [1, R, D] to [1, R, D]."""
+        raise NotImplementedError
+
+
+def kimi_delta_attention(
+    layer: Any, hidden: Tensor, tree: TreeIndex, lowest_log_decay: float | None = None
+) -> Tensor:
+    """KDA of a library layer on hidden [1, R, D], before its output norm: [R, H, V].
+
+    ``layer`` names its parts q_proj, k_proj, v_proj, conv1d, forget_gate and b_proj, as the
+    library's KDA layers do. ``lowest_log_decay`` is what its gate promises.
+    """
+    rows = hidden[0]
+    heads = (rows.shape[0], layer.num_heads, layer.head_dim)
+    mixed = torch.cat([layer.q_proj(rows), layer.k_proj(rows), layer.v_proj(rows)], dim=-1)
+    query, key, value = _convolve(layer, mixed, tree).chunk(3, dim=-1)
+    return tree_delta_rule(
+        l2_normalise(query.view(heads)),
+        l2_normalise(key.view(heads)),
+        value.view(heads),
+        layer.forget_gate(hidden)[0],
+        torch.sigmoid(layer.b_proj(rows)),
+        index=tree,
+        lowest_log_decay=lowest_log_decay,
+    ).to(rows.dtype)
+
+
+def gated_delta_net(
+    layer: Any, mixed: Tensor, decay: Tensor, beta: Tensor, tree: TreeIndex
+) -> Tensor:
+    """Gated DeltaNet of a library layer, before its output norm: [R, G, V].
+
+    Args:
+        layer: names its parts conv1d, A_log and dt_bias, as the library's layers do.
+        mixed: [R, 2 H K + G V] query, key and value projections, before the convolution.
+        decay: [R, G] projection from which the log decay is made.
+        beta: [R, G] step size.
+        tree: the tree whose rows these are.
+    """
+    dims = [layer.key_dim, layer.key_dim, layer.value_dim]
+    query, key, value = torch.split(_convolve(layer, mixed, tree), dims, dim=-1)
+    rows = mixed.shape[0]
+    return tree_delta_rule(
+        l2_normalise(query.reshape(rows, -1, layer.head_k_dim)),
+        l2_normalise(key.reshape(rows, -1, layer.head_k_dim)),
+        value.reshape(rows, -1, layer.head_v_dim),
+        -layer.A_log.float().exp() * F.softplus(decay.float() + layer.dt_bias),
+        beta,
+        index=tree,
+    ).to(mixed.dtype)
+
+
+def normalised_output(norm: nn.Module, output: Tensor, gate: Tensor) -> Tensor:
+    """The library's gated norm of [R, G, V] by a gate of as many numbers, as [1, R, G V]."""
+    normalised: Tensor = norm(output.flatten(0, 1), gate.reshape(-1, output.shape[-1]))
+    return normalised.view(1, output.shape[0], -1)
+
+
+def l2_normalise(x: Tensor) -> Tensor:
+    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
+    return scaled.to(x.dtype)
+
+
+def _convolve(layer: Any, mixed: Tensor, tree: TreeIndex) -> Tensor:
+    return tree_causal_convolution(
+        mixed,
+        layer.conv1d.weight.squeeze(1),
+        layer.conv1d.bias,
+        index=tree,
+        activation=layer.activation,
+    )

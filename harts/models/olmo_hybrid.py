@@ -1,0 +1,63 @@
+"""OLMo Hybrid (``olmo_hybrid``): Gated DeltaNet with steps up to 2, and MHA; dense FFNs.
+
+Shapes: R physical rows · D model width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
+
+from harts.models.families import ModelFamily
+from harts.models.linear_attention import TreeLayer, gated_delta_net, normalised_output
+from harts.models.random_weights import draw_wide, slow_half_of_the_heads
+from harts.ops.tree_index import TreeIndex
+
+
+class TreeOlmoHybridGatedDeltaNet(TreeLayer, OlmoHybridGatedDeltaNet):  # type: ignore[misc]
+    """Gated DeltaNet of OLMo Hybrid; a step of up to 2 gives the state negative eigenvalues."""
+
+    def on_tree(self: Any, hidden: Tensor, tree: TreeIndex) -> Tensor:
+        """Run compact rows; see `TreeLayer`."""
+        rows = hidden[0]
+        mixed = torch.cat([self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)], dim=-1)
+        beta = self.b_proj(rows).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
+        output = gated_delta_net(self, mixed, self.a_proj(rows), beta, tree)
+        projected: Tensor = self.o_proj(normalised_output(self.o_norm, output, self.g_proj(rows)))
+        return projected
+
+
+def small_model(vocabulary: int) -> OlmoHybridForCausalLM:
+    """Two Gated DeltaNet layers around one of attention; for checks and tests."""
+    config = OlmoHybridConfig(
+        vocab_size=vocabulary,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=12,
+        linear_value_head_dim=16,
+        pad_token_id=None,
+        eos_token_id=None,
+        attn_implementation="eager",
+    )
+    model = OlmoHybridForCausalLM(config)
+    draw_wide(model)
+    for module in model.modules():
+        if isinstance(module, OlmoHybridGatedDeltaNet):
+            slow_half_of_the_heads(module, module.num_v_heads)
+    return model
+
+
+FAMILY = ModelFamily(
+    model_type="olmo_hybrid",
+    tree_layers={OlmoHybridGatedDeltaNet: TreeOlmoHybridGatedDeltaNet},
+    chunk_size=64,
+    small_model=small_model,
+)

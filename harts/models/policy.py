@@ -224,7 +224,7 @@ def update_expert_bias(
         return
     for router, load in zip(family.routers(model), counts, strict=True):
         bias: Tensor = getattr(router, family.expert_bias)
-        bias.copy_(updated_expert_bias(bias, load, rate))
+        bias.copy_(updated_expert_bias(bias, load.to(bias.device), rate))
 
 
 def _attention(

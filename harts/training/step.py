@@ -4,7 +4,7 @@ Shapes: S semantic positions · N trajectories · P = S - N log-prob positions �
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -130,27 +130,74 @@ def run_step(
         router: coefficients of the router losses.
         on_microbatch: called after each microbatch, for progress.
     """
-    counted = len(plan.counted)
-    total = StepTotals(batch, counted)
+    total = StepTotals(batch, len(plan.counted))
     for microbatch in plan.microbatches:
-        layout = build_layout(batch, microbatch.forest, microbatch.calls)
-        output = policy(layout)
-        if microbatch.filler:
-            torch.autograd.backward(filler_loss(output))
-        else:
-            loss = microbatch_loss(
-                output,
-                targets.select(layout.members),
-                objective,
-                router,
-                top_k=policy.top_k,
-                microbatches=counted,
-            )
-            torch.autograd.backward(loss.total)
-            total.add(layout, output, loss)
+        run_microbatch(
+            policy, batch, microbatch, targets, objective, router, total, top_k=policy.top_k
+        )
         if on_microbatch is not None:
             on_microbatch(microbatch)
     return total.outcome()
+
+
+def run_microbatch(
+    policy: Callable[[CompactLayout], PolicyOutput],
+    batch: TrajectoryBatch,
+    microbatch: Microbatch,
+    targets: StepTargets,
+    objective: PolicyObjective,
+    router: RouterLosses,
+    total: "StepTotals",
+    *,
+    top_k: int,
+    scale: float = 1.0,
+) -> None:
+    """Forward and backward of one microbatch; what it measured goes into ``total``.
+
+    ``scale`` multiplies the loss that backward starts from, and nothing else.
+    """
+    layout = build_layout(batch, microbatch.forest, microbatch.calls)
+    output = policy(layout)
+    if microbatch.filler:
+        torch.autograd.backward(filler_loss(output))
+        return
+    loss = microbatch_loss(
+        output,
+        targets.select(layout.members),
+        objective,
+        router,
+        top_k=top_k,
+        microbatches=total.microbatches,
+    )
+    torch.autograd.backward(loss.total * scale)
+    total.add(layout, output, loss)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepSums:
+    """Numbers of a step that are sums over its microbatches; ``+`` joins two parts of a step."""
+
+    loss: float = 0.0
+    policy_loss: float = 0.0
+    z_loss: float = 0.0
+    load_balancing_loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    expert_counts: tuple[Tensor, ...] = ()
+    """[E] one a MoE layer; empty before the first microbatch."""
+
+    def __add__(self, other: "StepSums") -> "StepSums":
+        counts = [s.expert_counts for s in (self, other) if s.expert_counts]
+        return StepSums(
+            loss=self.loss + other.loss,
+            policy_loss=self.policy_loss + other.policy_loss,
+            z_loss=self.z_loss + other.z_loss,
+            load_balancing_loss=self.load_balancing_loss + other.load_balancing_loss,
+            metrics={
+                name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0)
+                for name in {**self.metrics, **other.metrics}
+            },
+            expert_counts=tuple(sum(layer[1:], layer[0]) for layer in zip(*counts, strict=True)),
+        )
 
 
 class StepTotals:
@@ -159,10 +206,8 @@ class StepTotals:
     def __init__(self, batch: TrajectoryBatch, microbatches: int) -> None:
         self._offsets = batch.position_offsets
         self._logprobs: Tensor | None = None
-        self._microbatches = microbatches
-        self._sums: dict[str, float] = {}
-        self._metrics: dict[str, float] = {}
-        self._counts: Sequence[Tensor] | None = None
+        self.microbatches = microbatches
+        self.sums = StepSums()
 
     def add(self, layout: CompactLayout, output: PolicyOutput, loss: MicrobatchLoss) -> None:
         """Add one microbatch; its log-probs go to their trajectories' places."""
@@ -172,8 +217,7 @@ class StepTotals:
     def add_logprobs(self, members: Sequence[int], logprobs: Tensor) -> None:
         """Place the log-probs of whole trajectories, in the order of ``members``."""
         if self._logprobs is None:
-            size = int(self._offsets[-1])
-            self._logprobs = torch.full((size,), torch.nan, dtype=logprobs.dtype)
+            self._logprobs = self._no_logprobs(logprobs.dtype)
         taken = 0
         for member in members:
             first, last = (int(x) for x in self._offsets[member : member + 2])
@@ -183,33 +227,22 @@ class StepTotals:
 
     def add_scalars(self, router: Sequence[RouterStatistics], loss: MicrobatchLoss) -> None:
         """Add the losses, metrics and expert counts of one microbatch."""
-        parts = {
-            "loss": loss.total,
-            "policy_loss": loss.policy.loss,
-            "z_loss": loss.z_loss / self._microbatches,
-            "load_balancing_loss": loss.load_balancing_loss / self._microbatches,
-        }
-        for name, value in parts.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
-        for name, value in loss.policy.metrics.items():
-            self._metrics[name] = self._metrics.get(name, 0.0) + float(value)
-        counts = [s.counts for s in router]
-        self._counts = (
-            counts
-            if self._counts is None
-            else [a + b for a, b in zip(self._counts, counts, strict=True)]
+        self.sums += StepSums(
+            loss=float(loss.total.detach()),
+            policy_loss=float(loss.policy.loss.detach()),
+            z_loss=float(loss.z_loss) / self.microbatches,
+            load_balancing_loss=float(loss.load_balancing_loss) / self.microbatches,
+            metrics={name: float(value) for name, value in loss.policy.metrics.items()},
+            expert_counts=tuple(s.counts for s in router),
         )
 
     def outcome(self) -> StepOutcome:
-        """The step's outcome, once every microbatch has been added."""
-        assert self._logprobs is not None
-        assert self._counts is not None
+        """What has been added; log-probs of trajectories that have not are NaN."""
+        logprobs = self._logprobs
         return StepOutcome(
-            loss=self._sums["loss"],
-            policy_loss=self._sums["policy_loss"],
-            z_loss=self._sums["z_loss"],
-            load_balancing_loss=self._sums["load_balancing_loss"],
-            metrics=self._metrics,
-            logprobs=self._logprobs,
-            expert_counts=tuple(self._counts),
+            **{f.name: getattr(self.sums, f.name) for f in fields(StepSums)},
+            logprobs=self._no_logprobs(torch.float32) if logprobs is None else logprobs,
         )
+
+    def _no_logprobs(self, dtype: torch.dtype) -> Tensor:
+        return torch.full((int(self._offsets[-1]),), torch.nan, dtype=dtype)

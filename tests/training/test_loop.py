@@ -239,7 +239,7 @@ def test_the_comparison_measures_both_ways_on_the_same_step(tmp_path):
 
 
 def test_the_comparison_sees_a_wrong_convolution(tmp_path, monkeypatch):
-    import harts.models.bailing_hybrid as family
+    import harts.models.linear_attention as family
 
     right = family.tree_causal_convolution
 

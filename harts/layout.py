@@ -33,7 +33,8 @@ class RoundLayout:
     initial_state: Int
     """[Q] number of the initial state among all requested states so far; -1 is the zero state."""
     boundaries: Int
-    """[M, 2] (sequence, chunk): the state before this chunk of the sequence is kept, in order."""
+    """[M, 2] (sequence, chunk): the state before this chunk of the sequence is kept, in order; the
+    number of chunks stands for the state after all rows."""
     own_positions: Int
     """[own] packed positions of own rows; over all rounds, in order, they are rows 0..C-1."""
 
@@ -180,7 +181,7 @@ def _round_layouts(
             own.append(np.arange(filled + hi - lo, filled + lengths[i]))
             filled += int(lengths[i])
             initial.append(_state_number(bank, sequence))
-            boundaries += [(i, (p - lo) // calls.chunk_size) for p in sequence.boundaries]
+            boundaries += [(i, -(-(p - lo) // calls.chunk_size)) for p in sequence.boundaries]
             made += [_producer(forest, sequence, p) for p in sequence.boundaries]
             number += 1
         for state in made:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from harts import __version__
 from harts.cli.bench import bench
 from harts.cli.check import check
+from harts.cli.fidelity import fidelity
 from harts.cli.inspect import inspect
 from harts.cli.plan import plan
 from harts.cli.synth import synth
@@ -36,8 +37,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Train hybrid-attention agents on rollout trees: every shared token once.",
 )
-for command in (plan, inspect, check, train, bench, synth):
+for command in (plan, inspect, check, fidelity, train, synth):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 _debug = False
 

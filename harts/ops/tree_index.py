@@ -37,8 +37,8 @@ class RoundIndex:
     boundaries: Tensor
     """[M, 2] pairs (sequence, chunk c): the state before chunk c, after c * B packed rows.
 
-    c may equal ceil(n / B) only when the sequence length n is a multiple of B. The states are
-    appended to the bank in this order.
+    c = ceil(n / B) asks for the state after all n rows; only where n is a multiple of B is that
+    the state of a trajectory's own chunk grid. The states are appended to the bank in this order.
     """
 
     own_positions: Tensor

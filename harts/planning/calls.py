@@ -37,7 +37,8 @@ class PackedSequence:
     replay: tuple[int, int]
     """Ancestor positions [lo, hi) that only update the state; hi is where the chain starts."""
     boundaries: tuple[int, ...]
-    """Positions, multiples of B, whose states later calls need, ascending."""
+    """Positions, multiples of B, whose states later calls need, ascending. A plan without replay
+    asks for the sequence's end, wherever it lies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,32 @@ def plan_calls(parent: Int, start: Int, end: Int, chunk_size: int) -> CallPlan:
         chunk_size=chunk_size,
         rounds=tuple(tuple(s.close() for s in packed) for packed in rounds if packed),
     )
+
+
+def plan_without_replay(parent: Int, start: Int, end: Int, chunk_size: int) -> CallPlan:
+    """One call for each depth of the forest: every segment starts from its parent's final state.
+
+    Right in exact arithmetic, but chunks begin at each fork instead of at multiples of B, so
+    rounding differs from that of a trajectory alone. It is what the paper's No-replay is, for
+    measuring what replay is worth; never train with it.
+    """
+    forest = _Forest(parent, start, end, chunk_size)
+    depth: list[int] = []
+    rounds: list[list[PackedSequence]] = []
+    for segment, above in enumerate(np.asarray(parent).tolist()):
+        depth.append(depth[above] + 1 if above >= 0 else 0)
+        if depth[segment] == len(rounds):
+            rounds.append([])
+        first, last = forest.start[segment], forest.end[segment]
+        rounds[depth[segment]].append(
+            PackedSequence(
+                chain=(segment,),
+                initial_state=StateRef(segment=above, position=first) if above >= 0 else None,
+                replay=(first, first),
+                boundaries=(last,) if forest.children[segment] else (),
+            )
+        )
+    return CallPlan(chunk_size=chunk_size, rounds=tuple(tuple(r) for r in rounds))
 
 
 class _Forest:

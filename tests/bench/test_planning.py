@@ -294,8 +294,8 @@ def test_the_command_shows_tables_and_writes_json(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("planning", "--tokens", 5), "option of cpu-step"),
-        (("cpu-step", "--steps", "1"), "option of planning"),
+        (("planning", "--tokens", 5), "No such option: --tokens"),
+        (("cpu-step", "--steps", "1"), "No such option: --steps"),
         (("planning", "--steps", "one"), "1-3,7"),
         (("planning", "--steps", "none"), "nothing to plan"),
         (("planning", "--ortools-limits", "5"), "1/10,5/20"),

@@ -32,7 +32,9 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("command", ["plan", "inspect", "check", "train", "bench", "synth"])
+@pytest.mark.parametrize(
+    "command", ["plan", "inspect", "check", "fidelity", "train", "bench", "synth"]
+)
 def test_every_command_has_help_with_an_example(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -144,9 +146,9 @@ def test_a_token_beyond_the_vocabulary_is_one_clear_error(
 def test_an_unknown_model_class_is_one_clear_error(
     capsys: pytest.CaptureFixture[str], workload: Path
 ) -> None:
-    status, _, err = run(capsys, "check", "--data", workload, "--model", "llama")
+    status, _, err = run(capsys, "check", "--data", workload, "--model", "gpt2")
     assert status == 2
-    assert "'llama'" in err
+    assert "'gpt2'" in err
     assert "bailing_hybrid" in err
 
 
@@ -200,7 +202,7 @@ def test_a_report_that_cannot_be_written_is_told_before_any_work(
         raise AssertionError("work was done before the target was checked")
 
     monkeypatch.setattr(import_module("harts.cli.plan"), "read_trajectories", work)
-    monkeypatch.setattr(import_module("harts.cli.bench"), "_cpu_step", work)
+    monkeypatch.setattr("harts.bench.cpu_step.cpu_step", work)
     first, *rest = command
     named = workload if first == "plan" else "cpu-step"
     status, _, err = run(capsys, first, named, *rest, "--json", workload.parent / target)
@@ -211,11 +213,11 @@ def test_a_report_that_cannot_be_written_is_told_before_any_work(
 
 
 def test_a_bench_report_replaces_the_old_one_whole(tmp_path: Path) -> None:
-    from harts.cli.bench import _write
+    from harts.cli.bench_report import write_figures
 
     path = tmp_path / "figures.json"
     path.write_text("old")
-    _write(path, {"results": []})
+    write_figures(path, {"results": []})
     assert json.loads(path.read_text()) == {"results": []}
     assert list(tmp_path.iterdir()) == [path]
 
@@ -265,3 +267,20 @@ def test_a_plan_runs_without_torch(workload: Path) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_fidelity_shows_errors_by_depth_and_writes_picture_and_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    picture, figures = tmp_path / "replay.png", tmp_path / "replay.json"
+    status, out, err = run(
+        capsys, "fidelity", "--tokens", 600, "--pinned", "--plot", picture, "--json", figures
+    )
+    assert (status, err) == (0, "")
+    assert "no replay" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(figures.read_text())
+    assert sum(row["positions"] for row in report["depths"]) < report["tokens"] <= 600
+    status, _, err = run(capsys, "fidelity", "--device", "tpu")
+    assert status == 2
+    assert "cpu or cuda, got 'tpu'" in err

@@ -427,6 +427,19 @@ def test_an_anchor_shifted_by_one_chunk_is_detected(form: str) -> None:
         assert worst({name: faulty[name]}, {name: expected[name]})[0] > 1e-2, name
 
 
+@FORMS
+def test_the_state_after_the_last_chunk_is_the_final_state(form: str) -> None:
+    lengths = [70, 128, 5]
+    *inputs, initial = make_inputs(lengths, form)
+    result = chunk_delta_rule(
+        *inputs,
+        cu_seqlens=offsets(lengths),
+        initial_state=initial,
+        boundaries=torch.tensor([[2, 1], [0, 2], [1, 2]]),
+    )
+    assert torch.equal(result.boundary_states, result.final_state[[2, 0, 1]])
+
+
 # --- trees -------------------------------------------------------------------------------------
 
 
@@ -768,7 +781,7 @@ def test_row_tensors_that_do_not_fit_are_refused(rule, position, shape, message)
     [
         ({"chunk_size": 48}, "power of two"),
         ({"initial_state": torch.zeros(2, 2, 8, 6)}, r"\[Q, G, K, V\]"),
-        ({"boundaries": torch.tensor([[0, 2]])}, "before chunk 2"),
+        ({"boundaries": torch.tensor([[0, 3]])}, "before chunk 3"),
         ({"boundaries": torch.tensor([[0, -1]])}, "before chunk -1"),
         ({"boundaries": torch.tensor([[1, 0]])}, "sequence 1 of 1"),
         ({"boundaries": torch.tensor([0, 1])}, r"integers \[M, 2\]"),

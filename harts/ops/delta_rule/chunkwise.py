@@ -55,7 +55,8 @@ def chunk_delta_rule(
         beta: [P, G] step size.
         cu_seqlens: [Q+1] integers; rows after the last entry are padding, never read.
         initial_state: [Q, G, K, V], zeros when None.
-        boundaries: [M, 2] pairs (sequence, chunk c): return the state after c * B of its rows.
+        boundaries: [M, 2] pairs (sequence, chunk c): return the state before chunk c, after c * B
+            rows; c may also be the number of chunks, for the state after all rows.
         chunk_size: B, a power of two.
         scale: factor on the query; K**-0.5 by default.
         lowest_log_decay: a bound that the caller promises. At -5 or above, KDA on a GPU uses

@@ -213,12 +213,12 @@ def check_boundaries(
             raise InputError(
                 f"delta rule: boundary asks for sequence {sequence} of {len(lengths)}."
             )
-        if not 0 <= chunk * chunk_size <= lengths[sequence]:
+        chunks = -(-lengths[sequence] // chunk_size)
+        if not 0 <= chunk <= chunks:
             raise InputError(
-                f"delta rule: boundary asks for the state before chunk {chunk} (row "
-                f"{chunk * chunk_size}) of sequence {sequence}, which has {lengths[sequence]} "
-                f"rows. Only states at a multiple of the chunk size {chunk_size} within the "
-                "sequence exist."
+                f"delta rule: boundary asks for the state before chunk {chunk} of sequence "
+                f"{sequence}, whose {lengths[sequence]} rows are {chunks} chunks. States 0 to "
+                f"{chunks} exist, the last after all rows."
             )
         pairs.append((sequence, chunk))
     return pairs

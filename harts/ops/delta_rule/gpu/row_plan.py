@@ -94,8 +94,9 @@ def plan_packed(
     sequences = len(starts) - 1
     slots = sequences
     cuts: list[dict[int, int]] = [{} for _ in range(sequences)]
-    places = [(sequence, chunk * chunk_size) for sequence, chunk in boundaries]
-    ends = [(sequence, end - start) for sequence, (start, end) in enumerate(pairwise(starts))]
+    lengths = [end - start for start, end in pairwise(starts)]
+    places = [(s, min(chunk * chunk_size, lengths[s])) for s, chunk in boundaries]
+    ends = list(enumerate(lengths))
     for sequence, row in places + ends:
         if row not in cuts[sequence]:
             cuts[sequence][row] = slots
@@ -166,7 +167,8 @@ class _TreeBuilder:
         rows = packed.packed_rows.cpu().numpy()
         own = np.zeros(len(rows), dtype=bool)
         own[packed.own_positions.cpu().numpy()] = True
-        cuts, slots = self._cuts(packed.boundaries.tolist(), len(starts) - 1)
+        lengths = [end - start for start, end in pairwise(starts)]
+        cuts, slots = self._cuts(packed.boundaries.tolist(), lengths)
         plans = []
         sources = packed.initial_state.tolist()
         for sequence, (start, end) in enumerate(pairwise(starts)):
@@ -182,13 +184,13 @@ class _TreeBuilder:
         self.rounds.append(plans)
 
     def _cuts(
-        self, boundaries: list[list[int]], sequences: int
+        self, boundaries: list[list[int]], lengths: list[int]
     ) -> tuple[list[Mapping[int, int]], list[int]]:
         """Cuts of each sequence, and the bank slot of each state of this round in order."""
-        cuts: list[dict[int, int]] = [{} for _ in range(sequences)]
+        cuts: list[dict[int, int]] = [{} for _ in lengths]
         slots = []
         for sequence, chunk in boundaries:
-            row = chunk * self.chunk_size
+            row = min(chunk * self.chunk_size, lengths[sequence])
             if row not in cuts[sequence]:
                 cuts[sequence][row] = self.slots
                 self.slots += 1

@@ -1,0 +1,86 @@
+"""``harts fidelity``: what replay is worth by handoff depth, and how close compact logits are."""
+
+import json as json_format
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from harts.files import check_writable, replace_text
+
+if TYPE_CHECKING:
+    from harts.bench.replay import ReplayReport
+
+
+def fidelity(
+    data: Annotated[Path | None, typer.Option(help="A file; default: a synthetic one.")] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A supported model type (a small random model), a model directory, or table-1 "
+            "(the shape of the paper's Table 1 with random weights; needs a large GPU)."
+        ),
+    ] = "bailing_hybrid",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are compared.")] = 20_000,
+    capacity: Annotated[int, typer.Option(min=1, help="Compact tokens of a microbatch.")] = 65_536,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = (
+        "bfloat16"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="Give every execution the reference's experts.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write the picture here (PNG).")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+) -> None:
+    """Compare logits of compact execution, with replay and without, with trajectory-wise ones.
+
+    Baseline B is trajectory-wise training packed in another way: its difference from baseline A
+    is the rounding that ordinary training has anyway.
+
+    Example: harts fidelity --data rollouts.parquet --pinned --plot replay.png
+    """
+    from transformers.utils import logging
+
+    from harts.bench.replay import load_policy, measure_replay, save_plot
+    from harts.excerpts import bounded_excerpt, renumber_tokens
+    from harts.synth import synthesize
+    from harts.trajectories import read_trajectories
+
+    logging.set_verbosity_error()
+    for path, what in ((plot, "the picture"), (json, "the figures")):
+        if path is not None:
+            check_writable(path, what)
+    console = Console()
+    with console.status("loading") as status:
+        batch = read_trajectories(data) if data else synthesize("tiny", 0)
+        sample, vocabulary = renumber_tokens(bounded_excerpt(batch, tokens))
+        policy = load_policy(model, vocabulary, dtype, device)
+        report = measure_replay(
+            policy, sample, capacity=capacity, pinned=pinned, progress=status.update
+        )
+    _show(console, report, f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens, {dtype}")
+    if plot is not None:
+        save_plot(report, plot)
+    if json is not None:
+        figures = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned, **asdict(report)}
+        replace_text(json, json_format.dumps(figures, indent=1), "the figures")
+
+
+def _show(console: Console, report: "ReplayReport", title: str) -> None:
+    names = list(report.mean_cosine)
+    table = Table(title=f"Error against baseline A by handoff depth: {title}")
+    table.add_column("depth", justify="right")
+    table.add_column("positions", justify="right")
+    for what in ("symmetric KL", "|NLL difference|"):
+        for name in names:
+            table.add_column(f"{what}\n{name}", justify="right")
+    for row in report.depths:
+        errors = [of[name] for of in (row.symmetric_kl, row.nll_difference) for name in names]
+        table.add_row(str(row.depth), f"{row.positions:,}", *(f"{e:.2e}" for e in errors))
+    console.print(table)
+    for name in names:
+        console.print(f"mean cosine of logits, {name}: {report.mean_cosine[name]:.10f}")

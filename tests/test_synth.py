@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from harts.errors import InputError
+from harts.planning.step import plan_step
 from harts.synth import PRESETS, synthesize
 
 PAPER_TABLE_2 = {
@@ -44,41 +45,42 @@ def trie_size(batch):
     return int(lengths.sum() - lcp.sum())
 
 
-def least_contiguous_work(batch, capacity):
-    """Total compact tokens of the best cut into contiguous microbatches."""
-    lengths, lcp = sorted_prefixes(batch)
-    best = [0] + [None] * len(lengths)
-    for end in range(1, len(lengths) + 1):
-        tail = 0
-        for start in range(end - 1, -1, -1):
-            work = int(lengths[start]) + tail
-            if work > capacity:
-                break
-            if best[start] is not None and (best[end] is None or best[start] + work < best[end]):
-                best[end] = best[start] + work
-            tail += int(lengths[start] - lcp[start])
-    return best[-1]
+def plan(batch, replicas):
+    return plan_step(batch, replicas=replicas, capacity=CAPACITY)
 
 
 def check_step(step):
+    """Slots at D = 4 and D = 2 of a step that has the sizes of the paper's."""
     paths, raw, compact = PAPER_TABLE_2[step]
     batch = synthesize(f"table2-{step}", seed=0)
     assert len(batch) == paths
-    assert batch.raw_tokens == pytest.approx(raw, rel=0.01)
-    assert batch.lengths.max() < CAPACITY
-    # The paper's count is after the cut to microbatches, the trie of the step before it.
-    assert trie_size(batch) == pytest.approx(0.97 * compact, rel=0.005)
-    assert least_contiguous_work(batch, CAPACITY) == pytest.approx(compact, rel=0.02)
+    assert batch.raw_tokens == raw
+    assert trie_size(batch) == pytest.approx(PRESETS[f"table2-{step}"].compact_tokens, rel=0.001)
+    four, two = plan(batch, 4), plan(batch, 2)
+    assert four.objective.total_work == pytest.approx(compact, rel=0.01)
+    return four.slots, two.slots
 
 
 def test_the_first_step_has_the_sizes_of_the_papers_table():
-    check_step(1)
+    four, two = check_step(1)
+    # Table 3 has 301 and 599 slots for all steps; as many for each token of this one.
+    share = PAPER_TABLE_2[1][2] / sum(compact for _, _, compact in PAPER_TABLE_2.values())
+    assert four == pytest.approx(301 * share, abs=1)
+    assert two == pytest.approx(599 * share, abs=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", range(2, 11))
-def test_every_step_has_the_sizes_of_the_papers_table(step):
-    check_step(step)
+def test_ten_steps_have_the_sizes_and_the_slots_of_the_papers_tables():
+    slots = np.array([check_step(step) for step in PAPER_TABLE_2]).sum(axis=0)
+    assert slots[0] == pytest.approx(301, rel=0.02)
+    assert slots[1] == pytest.approx(599, rel=0.02)
+
+
+@pytest.mark.parametrize("missing", [-7, -3, 0, 2, 5, 9])
+def test_raw_tokens_are_met_to_the_token(missing):
+    shape = replace(PRESETS["small"], raw_tokens=PRESETS["small"].raw_tokens + missing)
+    assert synthesize(shape, 0).raw_tokens == shape.raw_tokens
+    assert synthesize(replace(shape, exact=False), 0).raw_tokens != shape.raw_tokens
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -94,7 +96,7 @@ def test_tiny_is_what_two_cores_train_in_minutes(seed):
 
 def test_small_has_a_million_tokens():
     batch = synthesize("small", 0)
-    assert batch.raw_tokens == pytest.approx(1_000_000, rel=0.01)
+    assert batch.raw_tokens == 1_000_000
     assert trie_size(batch) == pytest.approx(200_000, rel=0.01)
 
 

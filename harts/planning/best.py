@@ -7,7 +7,6 @@ total are balanced further (`harts.planning.balance` never changes a total).
 Shapes: N trajectories, K microbatches, D replicas; work in compact tokens.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -16,7 +15,7 @@ import numpy as np
 
 from harts.errors import PlanError
 from harts.planning.balance import balance_slots
-from harts.planning.contiguous import best_contiguous, check_feasible
+from harts.planning.contiguous import best_contiguous, check_feasible, least_contiguous_work
 from harts.planning.dissolve import dissolve
 from harts.planning.exact import EXACT_LIMIT, exact_groups
 from harts.planning.grouping import compact_works, from_cuts
@@ -28,8 +27,8 @@ from harts.planning.trie import PrefixTrie
 
 Planner = Literal["best", "paper", "contiguous", "hierarchical"]
 
-PAPER_LIMIT = 512
-"""N up to which ``best`` also runs the paper's planner, which is slower than all else together."""
+DISSOLVED_LIMIT = 512
+"""N up to which ``best`` takes the microbatches of every planner apart, not of one alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -98,7 +97,10 @@ def _best(work: IntervalWork, trie: PrefixTrie, replicas: int, capacity: int) ->
 def _candidates(
     work: IntervalWork, trie: PrefixTrie, replicas: int, capacity: int
 ) -> list[list[IntArray]]:
-    """Groups of every planner that finds some; of a small step also taken apart again."""
+    """Groups of every planner that finds some; of a small step also taken apart again.
+
+    A planner is left out only where no plan of its can have as little work as the first.
+    """
     found: list[list[IntArray]] = []
     errors: list[PlanError] = []
 
@@ -112,31 +114,15 @@ def _candidates(
     packed = int(compact_works(work, found[0]).sum()) if found else None
     if packed is None or least_contiguous_work(work, capacity) <= packed:
         attempt(_contiguous, work, replicas, capacity)
-    if len(work) <= PAPER_LIMIT:
-        attempt(paper_groups, work, replicas, capacity)
-        for groups in found[:]:
+    small = len(work) <= DISSOLVED_LIMIT
+    attempt(paper_groups, work, replicas, capacity, None if small else packed)
+    if small:
+        # Of least work at any count, too: what is taken apart may lose just what D asks for.
+        for groups in (*found[:], _contiguous(work, 1, capacity)):
             attempt(aligned, work, dissolve(work, groups, capacity), replicas, capacity)
     if not found:
         raise errors[0]
     return found
-
-
-def least_contiguous_work(work: IntervalWork, capacity: int) -> int:
-    """Least total work of a contiguous partition into any number of microbatches; O(N).
-
-    No contiguous plan for D replicas has less, so a lighter plan makes that search unnecessary.
-    """
-    cut_cost, queue = 0, deque[tuple[int, int]]()
-    lcp = work.lcp.tolist()
-    for split, start in enumerate(work.first_starts(capacity)[1:].tolist()):
-        candidate = cut_cost + lcp[split]
-        while queue and queue[-1][0] >= candidate:
-            queue.pop()
-        queue.append((candidate, split))
-        while queue[0][1] < start:
-            queue.popleft()
-        cut_cost = queue[0][0]
-    return work.total + cut_cost
 
 
 def _contiguous(work: IntervalWork, replicas: int, capacity: int) -> list[IntArray]:

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from harts.errors import PlanError
-from harts.planning.bound import total_work_lower_bound
 from harts.planning.intervals import IntArray, IntervalWork, RangeMinimum
 from harts.planning.schedule import Objective, schedule_microbatches
 
@@ -205,13 +204,30 @@ def least_work_counts(work: IntervalWork, capacity: int) -> tuple[int, int]:
     return ends[0], ends[1]
 
 
+def least_contiguous_work(work: IntervalWork, capacity: int) -> int:
+    """Least total work of a contiguous partition into any number of microbatches; O(N).
+
+    No contiguous plan for D replicas has less, so a lighter plan makes that search unnecessary.
+    """
+    cut_cost, queue = 0, deque[tuple[int, int]]()
+    lcp = work.lcp.tolist()
+    for split, start in enumerate(work.first_starts(capacity)[1:].tolist()):
+        candidate = cut_cost + lcp[split]
+        while queue and queue[-1][0] >= candidate:
+            queue.pop()
+        queue.append((candidate, split))
+        while queue[0][1] < start:
+            queue.popleft()
+        cut_cost = queue[0][0]
+    return work.total + cut_cost
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ContiguousPlan:
     """Contiguous microbatches, each with its place, in lexicographic order.
 
     ``cuts[K-1]`` separate the microbatches, ``works[K]`` are their compact works, ``replica[K]``
-    and ``slot[K]`` their places, ``objective`` is J of Eq. 4. No plan, contiguous or not, has less
-    total work than ``lower_bound``.
+    and ``slot[K]`` their places, ``objective`` is J of Eq. 4.
     """
 
     cuts: IntArray
@@ -219,7 +235,6 @@ class ContiguousPlan:
     replica: IntArray
     slot: IntArray
     objective: Objective
-    lower_bound: int
 
 
 def best_contiguous(
@@ -263,7 +278,6 @@ def best_contiguous(
         replica=schedules[best].replica,
         slot=schedules[best].slot,
         objective=objective,
-        lower_bound=total_work_lower_bound(work, replicas, capacity),
     )
 
 

@@ -6,15 +6,24 @@ policies give eight plans; each dissolves what small microbatches it can and is 
 Shapes: N trajectories, K microbatches; work in compact tokens.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from harts.planning.grouping import Membership, compact_works, in_order
 from harts.planning.intervals import IntArray, IntervalWork
+
+ROOMY = 4
+"""Microbatches of most room, each of which is asked what it shares with a trajectory.
+
+So many, and one more for every 256 there are.
+"""
+FAR = 64
+"""Neighbours that are asked one by one before all microbatches are asked at once."""
 
 
 class Policy(Enum):
@@ -29,22 +38,34 @@ def greedy_plan(work: IntervalWork, replicas: int, capacity: int) -> list[IntArr
 
     None means that no plan could be aligned to D. Every length must be within ``capacity``.
     """
-    plans = list(greedy_plans(work, replicas, capacity))
-    if not plans:
-        return None
-    return min(plans, key=lambda groups: (len(groups), int(compact_works(work, groups).sum())))
+    best: list[IntArray] | None = None
+    rank = (len(work) + 1, 0)
+    for groups in _placed(work, capacity):
+        if -(-len(groups) // replicas) * replicas > rank[0]:
+            continue  # aligned it would have more microbatches still
+        aligned = align_count(work, groups, replicas)
+        if aligned is not None:
+            own = len(aligned), int(compact_works(work, aligned).sum())
+            if own < rank:
+                best, rank = aligned, own
+    return best
 
 
 def greedy_plans(work: IntervalWork, replicas: int, capacity: int) -> Iterator[list[IntArray]]:
     """The plans of all orders and policies whose count could be made a multiple of D."""
-    for order in processing_orders(work):
-        for policy in Policy:
-            placement = Placement(work, capacity, policy)
-            placement.place_all(order)
-            placement.dissolve_small(order)
-            aligned = align_count(work, placement.groups(), replicas)
-            if aligned is not None:
-                yield aligned
+    for groups in _placed(work, capacity):
+        aligned = align_count(work, groups, replicas)
+        if aligned is not None:
+            yield aligned
+
+
+def _placed(work: IntervalWork, capacity: int) -> Iterator[list[IntArray]]:
+    """The eight plans before their count is aligned."""
+    for order, policy in product(processing_orders(work), Policy):
+        placement = Placement(work, capacity, policy)
+        placement.place_all(order)
+        placement.dissolve_small(order)
+        yield placement.groups()
 
 
 def processing_orders(work: IntervalWork) -> tuple[IntArray, ...]:
@@ -53,10 +74,15 @@ def processing_orders(work: IntervalWork) -> tuple[IntArray, ...]:
     The unique suffix u(x) is what x shares with neither global neighbour. Ties are lexicographic.
     """
     ascending = np.arange(len(work))
-    following = np.append(work.lcp[1:], 0)
-    suffix = work.lengths - np.maximum(work.lcp, following)
-    by_length, by_suffix = (np.argsort(-key, kind="stable") for key in (work.lengths, suffix))
+    keys = work.lengths, unique_suffixes(work)
+    by_length, by_suffix = (np.argsort(-key, kind="stable") for key in keys)
     return ascending, ascending[::-1], by_length, by_suffix
+
+
+def unique_suffixes(work: IntervalWork) -> IntArray:
+    """u(x), the tokens of each trajectory that no other one has; [N]."""
+    following = np.append(work.lcp[1:], 0)
+    return np.asarray(work.lengths - np.maximum(work.lcp, following), np.int64)
 
 
 def align_count(work: IntervalWork, groups: list[IntArray], replicas: int) -> list[IntArray] | None:
@@ -83,38 +109,52 @@ class _Insertion(NamedTuple):
     microbatch: int
     member: int
     work: int
-    start: int
-    shared: IntArray
+    home: int
 
 
 class Placement:
     """Microbatches under construction by one policy.
 
-    ``shared[k, x]`` is the number of tokens of trajectory x that microbatch k computes already,
-    |x| less the increase of Eq. 10. It is kept for all trajectories at once, since an insertion
-    changes it only between the new member's neighbours, where LCPs are running minima.
+    By Eq. 10 trajectory x brings |x| less what it shares with the nearest members p < x < q of a
+    microbatch. Most microbatches are nearly full, so few can take x: those of much room are asked
+    one by one, and others only if they have a member that shares nearly all of x, which is found
+    from x outwards. Where that is far, all are asked at once. The choice is the same in each case.
     """
 
     def __init__(self, work: IntervalWork, capacity: int, policy: Policy) -> None:
-        self._lengths, self._lcp = work.lengths, work.lcp
+        self._lengths: list[int] = work.lengths.tolist()
+        self._lcp: list[int] = [-1, *work.lcp[1:].tolist(), -1]  # nothing is shared past the ends
+        self._minima: list[list[int]] = [level.tolist() for level in work.valleys.levels]
+        self._adjacent = work.lcp
+        self._unique: list[int] = unique_suffixes(work).tolist()
         self._capacity, self._policy = capacity, policy
         self._members: list[list[int]] = []
-        self._works = np.zeros(16, np.int64)
-        self._shared = np.zeros((16, len(work)), np.int64)
+        self._works: list[int] = []
+        self._rooms: list[tuple[int, int]] = []  # (capacity left, microbatch), ascending
+        self._owner = [-1] * len(work)
+        self._owners = np.full(len(work), -1)  # the same for NumPy
 
     def groups(self) -> list[IntArray]:
         """The microbatches as a grouping."""
         return in_order(np.array(members, np.int64) for members in self._members)
 
-    def increases(self, x: int) -> IntArray:
-        """Eq. 10 for trajectory x and each microbatch; [K]."""
-        return np.asarray(self._lengths[x] - self._shared[: len(self._members), x], np.int64)
+    def shared(self, x: int, k: int) -> int:
+        """Tokens of trajectory x that microbatch k computes already, |x| less Eq. 10's increase."""
+        members = self._members[k]
+        at, longest = bisect_left(members, x), 0
+        if at:
+            longest = self._common(members[at - 1], x)
+        if at < len(members):
+            after = self._common(x, members[at])
+            if after > longest:
+                longest = after
+        return longest
 
     def place_all(self, order: IntArray) -> None:
         """Put every trajectory where the policy prefers, or into a new microbatch if none fits."""
         for x in order.tolist():
             target = self._preferred(x)
-            self.insert(x, self._open() if target is None else target)
+            self.insert(x, *(target or (self._open(), 0)))
 
     def dissolve_small(self, order: IntArray) -> None:
         """Try to empty each microbatch into the others, lightest first; each is tried once.
@@ -124,58 +164,142 @@ class Placement:
         """
         rank = np.empty(order.size, np.int64)
         rank[order] = np.arange(order.size)
-        works = self._works[: len(self._members)]
-        for k in np.argsort(works, kind="stable").tolist():
+        for k in np.argsort(np.array(self._works), kind="stable").tolist():
             self._dissolve(k, rank)
 
-    def insert(self, x: int, k: int) -> _Insertion:
-        """Add trajectory x to microbatch k, whatever its capacity; return what undoes it."""
-        members = self._members[k]
-        at = bisect_left(members, x)
-        start = members[at - 1] + 1 if at else 0
-        stop = members[at] if at < len(members) else self._lcp.size
-        row = self._shared[k, start:stop]
-        undo = _Insertion(k, x, int(self._works[k]), start, row.copy())
-        self._works[k] += self._lengths[x] - self._shared[k, x]
-        before, after = row[: x - start], row[x + 1 - start :]
-        downwards = np.minimum.accumulate(self._lcp[start + 1 : x + 1][::-1])[::-1]
-        np.maximum(before, downwards, out=before)
-        np.maximum(after, np.minimum.accumulate(self._lcp[x + 1 : stop]), out=after)
-        row[x - start] = self._lengths[x]
-        members.insert(at, x)
+    def insert(self, x: int, k: int, shared: int) -> _Insertion:
+        """Add trajectory x, of which microbatch k has ``shared`` tokens; return what undoes it."""
+        undo = _Insertion(k, x, self._works[k], self._owner[x])
+        self._set_work(k, self._works[k] + self._lengths[x] - shared)
+        insort(self._members[k], x)
+        self._owner[x] = self._owners[x] = k
         return undo
 
     def _undo(self, done: _Insertion) -> None:
         self._members[done.microbatch].remove(done.member)
-        self._works[done.microbatch] = done.work
-        self._shared[done.microbatch, done.start : done.start + done.shared.size] = done.shared
+        self._set_work(done.microbatch, done.work)
+        self._owner[done.member] = self._owners[done.member] = done.home
 
     def _open(self) -> int:
         k = len(self._members)
-        if k == self._works.size:
-            self._works = np.append(self._works, np.zeros_like(self._works))
-            self._shared = np.concatenate((self._shared, np.zeros_like(self._shared)))
         self._members.append([])
+        self._works.append(0)
+        self._rooms.append((self._capacity, k))
         return k
 
-    def _preferred(self, x: int) -> int | None:
-        """Microbatch with room for x that the policy prefers; of equal ones the first opened."""
-        shared = self._shared[: len(self._members), x]
-        after = self._works[: shared.size] + (self._lengths[x] - shared)
-        preferred = after if self._policy is Policy.BEST_FIT else shared
-        fitting = np.flatnonzero(after <= self._capacity)
-        return int(fitting[np.argmax(preferred[fitting])]) if fitting.size else None
+    def _set_work(self, k: int, work: int) -> None:
+        del self._rooms[bisect_left(self._rooms, (self._capacity - self._works[k], k))]
+        self._works[k] = work
+        insort(self._rooms, (self._capacity - work, k))
+
+    def _common(self, first: int, second: int) -> int:
+        """LCP of two trajectories, first < second."""
+        level = (second - first).bit_length() - 1
+        minima = self._minima[level]
+        left, right = minima[first + 1], minima[second + 1 - (1 << level)]
+        return left if left < right else right
+
+    def _preferred(self, x: int) -> tuple[int, int] | None:
+        """Microbatch with room for x that the policy prefers, and what it shares with x.
+
+        Of equal ones the first opened; None if there is none.
+        """
+        rooms, length = self._rooms, self._lengths[x]
+        unique = self._unique[x]
+        roomy = ROOMY + len(rooms) // 256
+        # All but so many have at most this room.
+        most = rooms[-roomy - 1][0] if len(rooms) > roomy else -1
+        near = self._near(x, length - most) if most >= unique else {}
+        if near is None:
+            return self._choice_of_all(x)
+        if self._policy is Policy.MAX_SHARED and (chosen := self._choice(x, near)) is not None:
+            return chosen  # nothing that is not near shares as much
+        for room, k in rooms[-roomy:]:
+            if room >= unique and k not in near:
+                near[k] = self.shared(x, k)
+        return self._choice(x, near)
+
+    def _choice(self, x: int, shared: dict[int, int]) -> tuple[int, int] | None:
+        """The preferred one of some microbatches, given what each shares with x."""
+        works, space = self._works, self._capacity - self._lengths[x]
+        fullest = self._policy is Policy.BEST_FIT
+        best, chosen = (0, 0), None
+        for k, common in shared.items():
+            left = space - works[k] + common
+            if left >= 0:
+                rank = (left if fullest else -common, k)
+                if chosen is None or rank < best:
+                    best, chosen = rank, (k, common)
+        return chosen
+
+    def _near(self, x: int, least: int) -> dict[int, int] | None:
+        """Microbatches that share at least ``least`` tokens of x, and how many, most first.
+
+        The members that share most are the nearest, so they are found from x outwards; max-shared
+        needs no further ones than the first that has room. None if the walk gets longer than
+        ``FAR``.
+        """
+        lcp, owner, works = self._lcp, self._owner, self._works
+        full = self._capacity - self._lengths[x]
+        first_only = self._policy is Policy.MAX_SHARED
+        found: dict[int, int] = {}
+        before, after, least = x - 1, x + 1, max(least, 0)
+        left, right = lcp[x], lcp[after]
+        for _ in range(FAR):
+            shared = left if left >= right else right
+            if shared < least:
+                return found
+            if left >= right:
+                k = owner[before]
+                if lcp[before] < left:
+                    left = lcp[before]
+                before -= 1
+            else:
+                k = owner[after]
+                after += 1
+                if lcp[after] < right:
+                    right = lcp[after]
+            if k >= 0 and k not in found:
+                found[k] = shared
+                if first_only and works[k] - shared <= full:
+                    least = shared
+        return None
+
+    def _everywhere(self, x: int) -> IntArray:
+        """Tokens of x that every microbatch has; [K]."""
+        owners, lcp = self._owners, self._adjacent
+        # Written from far to near: the nearest member of a microbatch, which shares most, counts.
+        # Trajectories that are nowhere yet have the last entry.
+        left, right = np.zeros((2, len(self._members) + 1), np.int64)
+        left[owners[:x]] = np.minimum.accumulate(lcp[1 : x + 1][::-1])[::-1]
+        right[owners[x + 1 :][::-1]] = np.minimum.accumulate(lcp[x + 1 :])[::-1]
+        return np.maximum(left, right)[:-1]
+
+    def _choice_of_all(self, x: int) -> tuple[int, int] | None:
+        """As `_choice`, of every microbatch."""
+        shared = self._everywhere(x)
+        left = self._capacity - self._lengths[x] - np.array(self._works) + shared
+        fits = np.flatnonzero(left >= 0)
+        if not fits.size:
+            return None
+        rank = left[fits] if self._policy is Policy.BEST_FIT else -shared[fits]
+        k = int(fits[np.argmin(rank)])
+        return k, int(shared[k])
 
     def _dissolve(self, k: int, rank: IntArray) -> None:
-        before = int(self._works[k])
-        self._works[k] = self._capacity + 1  # no room for anything
+        before = self._works[k]
+        self._set_work(k, self._capacity + 1)  # no room for anything
+        # Rooms only shrink while members move.
+        if max(self._unique[x] for x in self._members[k]) > self._rooms[-1][0]:
+            self._set_work(k, before)
+            return
         moved: list[_Insertion] = []
         for x in sorted(self._members[k], key=lambda member: int(rank[member])):
             target = self._preferred(x)
             if target is None:
                 for done in reversed(moved):
                     self._undo(done)
-                self._works[k] = before
+                self._set_work(k, before)
                 return
-            moved.append(self.insert(x, target))
+            moved.append(self.insert(x, *target))
         self._members[k] = []

@@ -51,6 +51,15 @@ def repair(work: IntervalWork, groups: list[IntArray], capacity: int) -> list[In
     return groups
 
 
+def most_repaired(work: IntervalWork) -> int:
+    """Tokens that `repair` cannot save more than.
+
+    A move or swap gives each trajectory it moves, two at most, the tokens that its new microbatch
+    computes already, which are no more than the longest LCP.
+    """
+    return REPAIRS * 2 * int(work.lcp.max())
+
+
 def _best_cut(work: IntervalWork, start: int, cut: int, stop: int, capacity: int) -> int:
     """Near split of [start, stop) of least total, then least heavier side, distance, position."""
     splits = np.arange(max(start + 1, cut - REACH), min(stop, cut + REACH + 1))

@@ -11,19 +11,22 @@ Shapes: N trajectories, K microbatches, D replicas; work in compact tokens.
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from harts.errors import PlanError
 from harts.planning.contiguous import (
     ContiguousTable,
     candidate_counts,
     check_feasible,
     fewest_contiguous,
+    least_contiguous_work,
     natural_partition,
 )
 from harts.planning.evolution import evolve_partition, sampled_counts
 from harts.planning.greedy import greedy_plan
-from harts.planning.grouping import compact_works, from_cuts
+from harts.planning.grouping import compact_works, cuts_of, from_cuts
 from harts.planning.intervals import IntArray, IntervalWork
-from harts.planning.local_refinement import refine
+from harts.planning.local_refinement import most_repaired, refine
 from harts.planning.schedule import Objective, schedule_microbatches
 
 EXACT_LIMIT = 512
@@ -67,13 +70,19 @@ class PaperPlan:
     candidates: int
 
 
-def paper_groups(work: IntervalWork, replicas: int, capacity: int) -> list[IntArray]:
+def paper_groups(
+    work: IntervalWork, replicas: int, capacity: int, most: int | None = None
+) -> list[IntArray]:
     """Groups of the paper's plan: ascending positions in the sorted order, by first member.
 
+    With ``most``, only if that plan has at most so many tokens; what cannot is not searched for.
+
     Raises:
-        PlanError: as `paper_plan`.
+        PlanError: as `paper_plan`, or the plan is heavier than ``most``.
     """
-    return list(paper_plan(work, replicas, capacity).groups)
+    check_feasible(work, replicas, capacity)
+    candidates = paper_candidates(work, replicas, capacity, most)
+    return list(_best(work, candidates, replicas, capacity).groups)
 
 
 def paper_plan(
@@ -98,7 +107,12 @@ def paper_plan(
             whose count D divides.
     """
     check_feasible(work, replicas, capacity, trajectories)
-    candidates = paper_candidates(work, replicas, capacity)
+    return _best(work, paper_candidates(work, replicas, capacity), replicas, capacity)
+
+
+def _best(
+    work: IntervalWork, candidates: list[Candidate], replicas: int, capacity: int
+) -> PaperPlan:
     if not candidates:
         raise PlanError(
             f"the paper's planner found no grouping of {len(work)} trajectories within "
@@ -118,11 +132,20 @@ def paper_plan(
     )
 
 
-def paper_candidates(work: IntervalWork, replicas: int, capacity: int) -> list[Candidate]:
-    """All groupings that Eq. 4 compares; every length must be within ``capacity``."""
+def paper_candidates(
+    work: IntervalWork, replicas: int, capacity: int, most: int | None = None
+) -> list[Candidate]:
+    """All groupings that Eq. 4 compares; every length must be within ``capacity``.
+
+    With ``most`` those of at most so much total work, which are found without those that have more:
+    base candidates are contiguous and boundary refinement keeps them so, so none of them can have
+    less than `least_contiguous_work`, and a repair saves no more than `most_repaired`.
+    """
+    limit = np.iinfo(np.int64).max if most is None else most + most_repaired(work)
+    contiguous = 0 if most is None else least_contiguous_work(work, capacity)
     exact = len(work) <= EXACT_LIMIT
     build_base = _exact_candidates if exact else _evolved_candidates
-    base = build_base(work, replicas, capacity)
+    base = build_base(work, replicas, capacity) if contiguous <= limit else []
     groups = greedy_plan(work, replicas, capacity)
     greedy = None if groups is None else _candidate(work, "greedy", groups)
     anchors = [greedy] if exact else _anchors(base, greedy)
@@ -130,8 +153,10 @@ def paper_candidates(work: IntervalWork, replicas: int, capacity: int) -> list[C
         _candidate(work, "refined", refine(work, list(anchor.groups), capacity))
         for anchor in anchors
         if anchor is not None
+        and (anchor.total if cuts_of(list(anchor.groups)) is None else contiguous) <= limit
     ]
-    return base + ([] if greedy is None else [greedy]) + refined
+    found = base + ([] if greedy is None else [greedy]) + refined
+    return [candidate for candidate in found if most is None or candidate.total <= most]
 
 
 def _exact_candidates(work: IntervalWork, replicas: int, capacity: int) -> list[Candidate]:

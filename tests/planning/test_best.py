@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from harts.errors import PlanError
-from harts.planning import best
+from harts.planning import best, paper
 from harts.planning.best import plan_groups
 from harts.planning.bound import total_work_lower_bound
 from harts.planning.exact import least_replica_maximum
@@ -93,9 +93,13 @@ def test_small_steps_have_the_least_objective(seed):
         assert plan.objective.replica_maximum == expected[2]
 
 
+@pytest.mark.parametrize("few", [0, 512])
 @pytest.mark.parametrize("most", [8, 14, 40])
-def test_no_planner_beats_the_best_and_every_plan_is_valid(most, monkeypatch):
+def test_no_planner_beats_the_best_and_every_plan_is_valid(most, few, monkeypatch):
+    """Also with the searches that only larger steps are planned by."""
     monkeypatch.setattr(best, "EXACT_LIMIT", 0)
+    monkeypatch.setattr(best, "DISSOLVED_LIMIT", few)
+    monkeypatch.setattr(paper, "EXACT_LIMIT", few)
     optimal = known = 0
     for trajectories, replicas, capacity in cases(most, 60, most):
         work = work_of(trajectories)
@@ -121,6 +125,28 @@ def test_no_planner_beats_the_best_and_every_plan_is_valid(most, monkeypatch):
             optimal += objectives["best"].total_work == least
     # Without the enumeration the search alone is nearly always optimal.
     assert optimal >= 0.97 * known
+
+
+def large_step():
+    """More trajectories than any limit of the planners, and the paper's plan is the lightest."""
+    rng = np.random.default_rng(358)
+    lengths = rng.integers(5, 60, 520)
+    lcp = np.minimum(rng.integers(0, 50, 520), np.minimum(lengths, np.roll(lengths, 1)))
+    lcp[0] = 0
+    return IntervalWork.build(lengths, lcp), 4, int(lengths.max())
+
+
+def test_the_papers_plan_is_considered_at_any_size(monkeypatch):
+    work, replicas, capacity = large_step()
+    assert len(work) > max(best.DISSOLVED_LIMIT, paper.EXACT_LIMIT)
+    rival = plan_groups(work, replicas, capacity, "paper").objective
+    assert plan_groups(work, replicas, capacity, "best").objective <= rival
+
+    def refuse(*_):
+        raise PlanError("left out")
+
+    monkeypatch.setattr(best, "paper_groups", refuse)
+    assert plan_groups(work, replicas, capacity, "best").objective > rival
 
 
 def test_permuting_the_input_gives_the_same_groups():
@@ -157,7 +183,8 @@ def test_the_same_step_is_planned_the_same_way_twice():
     ("name", "replicas", "capacity", "at_most", "gap"),
     [
         ("toolbench_dfsdt", 4, 20_571, 89_136, 0.001),
-        ("toolbench_dfsdt", 4, 8_192, 100_200, 0.017),
+        ("toolbench_dfsdt", 2, 8_192, 99_284, 0.007),
+        ("toolbench_dfsdt", 4, 8_192, 99_382, 0.007),
         ("taubench_airline", 2, 65_536, 588_177, 0.007),
         ("taubench_airline", 4, 20_571, 686_591, 0.001),
         ("reflexion_react", 4, 4_096, 143_488, 0.012),

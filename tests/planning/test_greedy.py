@@ -1,9 +1,11 @@
 """Trie-aware greedy against literal readings of section 3.2 and Eq. 10."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harts.planning import greedy
 from harts.planning.greedy import (
     Placement,
     Policy,
@@ -34,7 +36,11 @@ def test_increases_are_equation_10_and_the_growth_of_the_prefix_set(trajectories
     random.shuffle(order)
     groups: list[list[int]] = []
     for x in order:
-        found = placement.increases(x).tolist()
+        everywhere = placement._everywhere(x).tolist()
+        assert everywhere == [placement.shared(x, k) for k in range(len(groups))]
+        held = {k: shared for k, shared in enumerate(everywhere) if groups[k]}
+        assert placement._near(x, 0) == held
+        found = [len(trajectories[x]) - shared for shared in everywhere]
         assert found == [equation_10(trajectories, group, x) for group in groups]
         grown = sizes(trajectories, [sorted([*group, x]) for group in groups])
         assert found == (np.array(grown) - sizes(trajectories, groups)).tolist()
@@ -42,9 +48,9 @@ def test_increases_are_equation_10_and_the_growth_of_the_prefix_set(trajectories
         if target == len(groups):
             groups.append([])
             placement._open()
-        placement.insert(x, target)
+        placement.insert(x, target, placement.shared(x, target))
         groups[target] = sorted([*groups[target], x])
-    assert placement._works[: len(groups)].tolist() == sizes(trajectories, groups)
+    assert placement._works == sizes(trajectories, groups)
 
 
 @given(groupings(), st.data())
@@ -56,14 +62,16 @@ def test_an_undone_insertion_leaves_no_trace(case, data):
         placement._open()
         for i in group.tolist():
             if i != x:
-                placement.insert(i, k)
-    state = placement._works.copy(), placement._shared.copy(), [*map(list, placement._members)]
+                placement.insert(i, k, placement.shared(i, k))
+
+    def state():
+        members = [list(group) for group in placement._members]
+        return placement._works[:], placement._rooms[:], placement._owner[:], members
+
+    before = state(), placement._owners.tolist()
     k = data.draw(st.integers(0, len(groups) - 1))
-    first = placement.insert(x, k)
-    placement._undo(first)
-    assert placement._works.tolist() == state[0].tolist()
-    assert placement._shared.tolist() == state[1].tolist()
-    assert placement._members == state[2]
+    placement._undo(placement.insert(x, k, placement.shared(x, k)))
+    assert (state(), placement._owners.tolist()) == before
 
 
 def test_processing_orders_of_a_hand_made_step():
@@ -108,14 +116,18 @@ def placed_literally(trajectories, order, policy, capacity):
     return groups
 
 
+@pytest.mark.parametrize(("roomy", "far"), [(4, 64), (1, 64), (1, 2), (2, 1)])
 @given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(Policy))
-@settings(max_examples=200)
-def test_placement_follows_order_and_policy(trajectories, slack, policy):
+def test_placement_follows_order_and_policy(roomy, far, trajectories, slack, policy):
+    """Whichever way the microbatches with room are found, also where few are enough to differ."""
     work = index_of(trajectories)
     capacity = int(work.lengths.max()) + slack
     for order in processing_orders(work):
         placement = Placement(work, capacity, policy)
-        placement.place_all(order)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(greedy, "ROOMY", roomy)
+            patch.setattr(greedy, "FAR", far)
+            placement.place_all(order)
         expected = placed_literally(trajectories, order.tolist(), policy, capacity)
         assert placement._members == expected
         check_grouping(trajectories, placement.groups(), capacity)
@@ -128,7 +140,7 @@ def test_the_policies_differ_where_fullness_and_affinity_disagree():
         placement = Placement(work, 13, policy)
         for x, k in ((0, 0), (2, 1)):
             placement._open()
-            placement.insert(x, k)
+            placement.insert(x, k, 0)
         placement.place_all(np.array([1]))
         assert placement._members == members
 
@@ -140,16 +152,21 @@ def test_equal_destinations_take_the_one_opened_first():
         assert placement._members == [[1, 2], [0]]
 
 
+@pytest.mark.parametrize(("roomy", "far"), [(4, 64), (1, 64), (1, 2)])
 @given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(Policy))
-@settings(max_examples=200)
-def test_dissolving_empties_whole_microbatches_lightest_first(trajectories, slack, policy):
+def test_dissolving_empties_whole_microbatches_lightest_first(
+    roomy, far, trajectories, slack, policy
+):
     work = index_of(trajectories)
     capacity = int(work.lengths.max()) + slack
     for order in processing_orders(work):
         placement = Placement(work, capacity, policy)
         placement.place_all(order)
         before = [list(members) for members in placement._members]
-        placement.dissolve_small(order)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(greedy, "ROOMY", roomy)
+            patch.setattr(greedy, "FAR", far)
+            placement.dissolve_small(order)
         expected = dissolved_literally(trajectories, before, order.tolist(), policy, capacity)
         assert as_lists(placement.groups()) == expected
         check_grouping(trajectories, placement.groups(), capacity)
@@ -183,7 +200,7 @@ def placement_of(lengths, lcp, capacity, groups):
     for k, group in enumerate(groups):
         placement._open()
         for x in group:
-            placement.insert(x, k)
+            placement.insert(x, k, placement.shared(x, k))
     return placement
 
 
@@ -199,7 +216,7 @@ def test_a_microbatch_dissolves_whole_or_not_at_all():
     placement = placement_of([3, 3, 7, 10], [0, 0, 0, 0], 10, [[0, 1], [2], [3]])
     placement.dissolve_small(np.arange(4))
     assert as_lists(placement.groups()) == [[0, 1], [2], [3]]
-    assert placement._works[:3].tolist() == [6, 7, 10]
+    assert placement._works == [6, 7, 10]
 
 
 def test_a_microbatch_may_dissolve_into_several():

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from harts.errors import PlanError
 from harts.planning.balance import balance_slots
-from harts.planning.best import least_contiguous_work
-from harts.planning.contiguous import best_contiguous
+from harts.planning.contiguous import best_contiguous, least_contiguous_work
 from harts.planning.dissolve import dissolve
 from harts.planning.grouping import compact_works
 from harts.planning.hierarchical import (

@@ -10,10 +10,15 @@ from hypothesis import strategies as st
 
 from harts.errors import PlanError
 from harts.planning import paper
-from harts.planning.contiguous import best_contiguous, candidate_counts
+from harts.planning.bound import total_work_lower_bound
+from harts.planning.contiguous import (
+    best_contiguous,
+    candidate_counts,
+    least_contiguous_work,
+)
 from harts.planning.grouping import cuts_of
 from harts.planning.intervals import IntervalWork
-from harts.planning.local_refinement import REACH, REPAIRS, SWEEPS, refine
+from harts.planning.local_refinement import REACH, REPAIRS, SWEEPS, most_repaired, refine
 from harts.planning.paper import paper_candidates, paper_groups, paper_plan
 from harts.planning.schedule import evaluate, schedule_microbatches
 from tests.planning.groupings import arrays, as_lists, check_grouping, index_of, sizes
@@ -108,6 +113,40 @@ def test_the_chosen_candidate_is_the_first_of_least_objective(limit, trajectorie
     assert plan.objective == min(objectives)
     assert as_lists(plan.groups) == as_lists(first.groups)
     assert (plan.origin, plan.candidates) == (first.origin, len(candidates))
+
+
+@pytest.mark.parametrize("limit", [0, 512])
+@given(
+    trajectories=sorted_trajectories(most=14),
+    replicas=st.integers(1, 3),
+    slack=st.integers(0, 9),
+    excess=st.integers(-2, 12),
+)
+def test_what_is_not_searched_for_has_more_work(limit, trajectories, replicas, slack, excess):
+    work = index_of(trajectories)
+    capacity = int(work.lengths.max()) + slack
+    most = work.total + excess
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paper, "EXACT_LIMIT", limit)
+        candidates = paper_candidates(work, replicas, capacity)
+        within = paper_candidates(work, replicas, capacity, most)
+
+    def described(found):
+        return [(c.origin, as_lists(c.groups)) for c in found]
+
+    assert described(within) == described(c for c in candidates if c.total <= most)
+
+
+def test_heavy_candidates_are_not_searched_for(monkeypatch):
+    work = index_of(long_trajectories(600, 3))
+    candidates = paper_candidates(work, 2, 150)
+    least = min(least_contiguous_work(work, 150), *(c.total for c in candidates))
+    below_all = least - most_repaired(work) - 1
+    for name in ("evolve_partition", "refine"):
+        monkeypatch.delattr(paper, name)
+    assert paper_candidates(work, 2, 150, below_all) == []
+    with pytest.raises(PlanError, match="found no grouping"):
+        paper_groups(work, 2, 150, below_all)
 
 
 def test_small_inputs_refine_only_the_greedy_candidate():
@@ -212,6 +251,6 @@ def test_real_trajectories(shared_data, name, replicas, capacity):
     work = IntervalWork.build(lengths, lcp)
     plan = paper_plan(work, replicas, capacity)
     contiguous = best_contiguous(lengths, lcp, replicas, capacity)
-    assert contiguous.lower_bound <= plan.objective.total_work
+    assert total_work_lower_bound(work, replicas, capacity) <= plan.objective.total_work
     if len(work) <= paper.EXACT_LIMIT:
         assert plan.objective.total_work <= contiguous.objective.total_work

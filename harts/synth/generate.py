@@ -1,181 +1,23 @@
-"""Seeded synthetic workloads shaped like a coding agent on repository tasks (paper, section 5.1).
-
-A task starts from a system prompt with tool descriptions that all tasks share, then its own
-context. Several tries of the task grow turn by turn (what the policy writes, then what the
-environment answers). Retries leave a try at any of its turns; sub-agents start from a system
-prompt of their own; a try that outgrows its context limit is compacted: it ends, and goes on
-behind the system prompt and a summary. Every one of these is a trajectory, and those of a task
-are one rollout tree.
+"""Growing a forest of a workload's shape, scaling it to its token counts, and drawing tokens.
 
 Shapes: S semantic positions, C compact tokens, N trajectories, U nodes of the sampled forest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harts.errors import InputError
+from harts.synth.shapes import PRESETS, Span, WorkloadShape
 from harts.trajectories import TrajectoryBatch
-
-__all__ = ["PRESETS", "WorkloadShape", "synthesize"]
 
 _SYSTEM, _SUBAGENT_SYSTEM = 0, 1  # the nodes of the two system prompts in every forest
 _GROWTHS: Final = 8
-
-Span: TypeAlias = tuple[int, int]
-"""Inclusive bounds of a drawn count; the draw is skewed, with many short and few long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadShape:
-    """What a synthetic workload looks like. Lengths are in tokens.
-
-    `trajectories` is met exactly. Lengths are drawn from the spans and then scaled by two factors,
-    one for what several trajectories share and one for what only one has, so that `raw_tokens` (S)
-    and `compact_tokens` (C) are met with any seed up to rounding; the system prompts stay as they
-    are. No trajectory is longer than `max_length`. A retry leaves at the deepest of `retry_draws`
-    drawn turns. Where all of this cannot be had, attempts are compacted at a lower limit.
-    """
-
-    vocabulary: int
-    tasks: int
-    tries: int
-    trajectories: int
-    raw_tokens: int
-    compact_tokens: int
-    system_prompt: int
-    context: Span
-    turns: Span
-    policy_turn: Span
-    observation: Span
-    retry_turns: Span
-    retry_draws: int
-    subagent_share: float
-    subagent_system_prompt: int
-    subagent_turns: Span
-    context_limit: int
-    summary: Span
-    max_length: int
-
-    def __post_init__(self) -> None:
-        if self.trajectories < self.tasks * self.tries:
-            raise InputError(
-                f"WorkloadShape: expected at least tasks x tries = {self.tasks * self.tries} "
-                f"trajectories, got {self.trajectories}. Ask for more or lower tasks or tries."
-            )
-        if not 0 < self.compact_tokens <= self.raw_tokens:
-            raise InputError(
-                "WorkloadShape: expected 0 < compact_tokens <= raw_tokens, got "
-                f"{self.compact_tokens} and {self.raw_tokens}. Correct the two targets."
-            )
-
-
-_CODING_AGENT: Final = WorkloadShape(
-    vocabulary=157_184,
-    tasks=21,
-    tries=8,
-    trajectories=1_551,
-    raw_tokens=42_329_859,
-    compact_tokens=7_547_168,
-    system_prompt=1_024,
-    context=(128, 768),
-    turns=(18, 30),
-    policy_turn=(48, 900),
-    observation=(64, 3_200),
-    retry_turns=(1, 2),
-    retry_draws=6,
-    subagent_share=0.06,
-    subagent_system_prompt=512,
-    subagent_turns=(4, 20),
-    context_limit=60_000,
-    summary=(600, 2_400),
-    max_length=65_535,
-)
-
-# Paths, raw tokens and HARTS compact tokens of the paper's Table 2. The last are after the steps
-# were cut to microbatches, which repeats the prefixes at the cuts: the trie of the whole step is
-# taken to be 3% smaller.
-_TABLE_2: Final = (
-    (1_551, 42_329_859, 7_780_586),
-    (1_693, 44_799_214, 7_670_675),
-    (2_368, 58_835_220, 7_747_595),
-    (1_283, 34_603_796, 5_659_215),
-    (1_613, 43_931_290, 8_266_355),
-    (1_752, 48_612_718, 9_671_964),
-    (1_457, 38_966_280, 7_015_681),
-    (1_411, 38_541_212, 7_504_249),
-    (1_738, 48_352_605, 9_188_374),
-    (1_304, 36_062_624, 7_077_264),
-)
-
-_TINY: Final = WorkloadShape(
-    vocabulary=512,
-    tasks=8,
-    tries=2,
-    trajectories=80,
-    raw_tokens=20_000,
-    compact_tokens=4_700,
-    system_prompt=64,
-    context=(24, 64),
-    turns=(8, 22),
-    policy_turn=(4, 16),
-    observation=(3, 20),
-    retry_turns=(1, 1),
-    retry_draws=3,
-    subagent_share=0.05,
-    subagent_system_prompt=32,
-    subagent_turns=(2, 4),
-    context_limit=420,
-    summary=(16, 48),
-    max_length=600,
-)
-
-_SMALL: Final = replace(
-    _CODING_AGENT,
-    vocabulary=32_768,
-    tasks=8,
-    tries=2,
-    trajectories=128,
-    raw_tokens=1_000_000,
-    compact_tokens=200_000,
-    system_prompt=512,
-    context=(128, 512),
-    turns=(16, 36),
-    policy_turn=(24, 260),
-    observation=(32, 800),
-    retry_turns=(1, 3),
-    retry_draws=3,
-    subagent_system_prompt=256,
-    subagent_turns=(3, 10),
-    context_limit=14_000,
-    summary=(200, 800),
-    max_length=20_000,
-)
-
-PRESETS: Final[Mapping[str, WorkloadShape]] = MappingProxyType(
-    {
-        "tiny": _TINY,
-        "small": _SMALL,
-        **{
-            f"table2-{step}": replace(
-                _CODING_AGENT,
-                tasks=compact // 360_000,
-                trajectories=paths,
-                raw_tokens=raw,
-                compact_tokens=compact * 97 // 100,
-            )
-            for step, (paths, raw, compact) in enumerate(_TABLE_2, 1)
-        },
-    }
-)
-"""`tiny` trains on two cores, `small` plans at once, `table2-N` has the size of Table 2 step N."""
 
 
 def synthesize(preset: str | WorkloadShape, seed: int) -> TrajectoryBatch:
@@ -351,7 +193,19 @@ def _calibrated(forest: _Forest, paths: list[list[int]], shape: WorkloadShape) -
             "Change the turns, retries or targets of the shape."
         )
     factor = np.where(fixed, 1.0, np.where(uses > 1, x, y))
-    return np.maximum(1, np.rint(drawn * factor)).astype(np.int64)
+    lengths = np.maximum(1, np.rint(drawn * factor)).astype(np.int64)
+    if shape.exact:
+        _spread(lengths, np.flatnonzero(private), shape.raw_tokens - int((uses * lengths).sum()))
+    return lengths
+
+
+def _spread(lengths: NDArray[np.int64], nodes: NDArray[np.int64], missing: int) -> None:
+    """Add `missing` tokens, which may be negative, to `nodes`, the same to each but for one."""
+    longest_first = nodes[np.argsort(-lengths[nodes], kind="stable")]
+    each, rest = divmod(abs(missing), max(1, nodes.size))
+    added = np.full(nodes.size, each)
+    added[:rest] += 1
+    lengths[longest_first] += np.sign(missing) * added
 
 
 def _as_batch(

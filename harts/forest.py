@@ -10,7 +10,6 @@ Compact tokens are numbered depth first: segment after segment, in lexicographic
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,45 +124,83 @@ def sorted_prefixes(batch: TrajectoryBatch) -> tuple[Int, Int]:
     """Sort trajectories lexicographically; return (order [N], adjacent LCP [N]).
 
     The order is stable: equal trajectories keep their input order. A strict prefix precedes its
-    extensions.
+    extensions. A merge sort that keeps the LCP with the latest output of each run: a token is
+    compared again only where two runs may still be equal, so long shared prefixes cost once, not
+    with every comparison (Ng and Kakehi, Merging string sequences by longest common prefixes).
     """
-    keys = _byte_keys(batch)
-    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
-    lcp = np.zeros(len(keys), dtype=np.int64)
-    tokens = [batch.tokens[a:b] for a, b in _spans(batch.offsets)]
-    identity = (
-        None if batch.identity is None else [batch.identity[a:b] for a, b in _spans(batch.offsets)]
-    )
-    for i in range(1, len(order)):
-        left, right = int(order[i - 1]), int(order[i])
-        shared = _common_prefix(tokens[left], tokens[right])
-        if identity is not None:
-            shared = min(shared, _common_prefix(identity[left], identity[right]))
-        lcp[i] = shared
-    return order, lcp
+    common = _Comparison(batch)
+    runs = [([row], [0]) for row in range(len(batch))]
+    while len(runs) > 1:
+        odd = [runs[-1]] if len(runs) % 2 else []
+        runs = [_merge(*pair, common) for pair in zip(runs[::2], runs[1::2], strict=False)] + odd
+    order, lcp = runs[0] if runs else ([], [])
+    return np.array(order, dtype=np.int64), np.array(lcp, dtype=np.int64)
 
 
-def _spans(offsets: Int) -> list[tuple[int, int]]:
-    bounds = offsets.tolist()
-    return list(pairwise(bounds))
+_Run = tuple[list[int], list[int]]
+"""Rows in order, and the LCP of each with the one before; 0 for the first."""
 
 
-def _byte_keys(batch: TrajectoryBatch) -> list[bytes]:
-    """One bytes key a trajectory: fixed-width big-endian records compare like their numbers."""
-    records: NDArray[np.void] | NDArray[np.uint32] = batch.tokens.astype(">u4")
-    if batch.identity is not None:
-        pairs = np.empty(batch.raw_tokens, dtype=[("token", ">u4"), ("identity", ">u8")])
-        pairs["token"] = batch.tokens
-        pairs["identity"] = batch.identity.view(np.uint64)
-        records = pairs
-    return [records[a:b].tobytes() for a, b in _spans(batch.offsets)]
+def _merge(left: _Run, right: _Run, common: "_Comparison") -> _Run:
+    rows, lcps = list[int](), list[int]()
+    (a_rows, a_lcps), (b_rows, b_lcps) = left, right
+    i = j = a_lcp = b_lcp = 0  # LCPs of the two heads with the latest output
+    while i < len(a_rows) and j < len(b_rows):
+        # The head that shares more with the latest output comes first; the other keeps its LCP.
+        take_left, other = a_lcp > b_lcp, min(a_lcp, b_lcp)
+        if a_lcp == b_lcp:
+            take_left, other = common(a_rows[i], b_rows[j], a_lcp)
+        if take_left:
+            rows.append(a_rows[i])
+            lcps.append(a_lcp)
+            i += 1
+            a_lcp, b_lcp = a_lcps[i] if i < len(a_rows) else 0, other
+        else:
+            rows.append(b_rows[j])
+            lcps.append(b_lcp)
+            j += 1
+            a_lcp, b_lcp = other, b_lcps[j] if j < len(b_rows) else 0
+    if i < len(a_rows):
+        return rows + a_rows[i:], [*lcps, a_lcp, *a_lcps[i + 1 :]]
+    return rows + b_rows[j:], [*lcps, b_lcp, *b_lcps[j + 1 :]]
 
 
-def _common_prefix(left: NDArray[np.generic], right: NDArray[np.generic]) -> int:
-    most = min(len(left), len(right))
-    differs = left[:most] != right[:most]
-    first = int(differs.argmax()) if most else 0
-    return first if most and differs[first] else most
+class _Comparison:
+    """Compares two trajectories that share a known prefix."""
+
+    def __init__(self, batch: TrajectoryBatch) -> None:
+        self._columns: list[NDArray[np.generic]] = [batch.tokens]
+        if batch.identity is not None:
+            self._columns.append(batch.identity.view(np.uint64))
+        self._bounds: list[int] = batch.offsets.tolist()
+
+    def __call__(self, left: int, right: int, shared: int) -> tuple[bool, int]:
+        """Whether ``left`` comes first (also if equal), and the LCP, at least ``shared``."""
+        a, b = self._bounds[left], self._bounds[right]
+        lengths = self._bounds[left + 1] - a, self._bounds[right + 1] - b
+        most = min(lengths)
+        for column in self._columns:
+            most = _first_difference(column, a, b, shared, most)
+        if most < min(lengths):
+            for column in self._columns:
+                if column[a + most] != column[b + most]:
+                    return bool(column[a + most] < column[b + most]), most
+        return lengths[0] <= lengths[1], most
+
+
+def _first_difference(
+    column: NDArray[np.generic], left: int, right: int, position: int, most: int
+) -> int:
+    """First position in [position, most) at which entries from two places differ, else ``most``."""
+    width = 16
+    while position < most:
+        stop = min(position + width, most)
+        differs = column[left + position : left + stop] != column[right + position : right + stop]
+        first = int(differs.argmax())
+        if differs[first]:
+            return position + first
+        position, width = stop, min(width * 4, 1 << 16)
+    return most
 
 
 def _segments(lengths: Int, lcp: Int) -> tuple[Int, Int, Int, Int]:

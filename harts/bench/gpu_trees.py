@@ -39,6 +39,19 @@ def comb(trunk: int, branches: int, length: int) -> Tokens:
     return [np.concatenate([start, np.full(length, 1 + i, np.int32)]) for i in range(branches)]
 
 
+def bushy(levels: int, length: int) -> Tokens:
+    """Paths of the full binary tree of this many levels, with this many rows a node."""
+    return [
+        np.concatenate(
+            [
+                np.full(length, 2**level + (leaf >> (levels - 1 - level)), np.int32)
+                for level in range(levels)
+            ]
+        )
+        for leaf in range(2 ** (levels - 1))
+    ]
+
+
 TREES: dict[str, Callable[[], Tokens]] = {
     "rollout tree, 50 leaves": rollout_tree,
     "trunk of 32,768 with 512 branches of 64": lambda: comb(32_768, 512, 64),

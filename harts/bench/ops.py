@@ -1,21 +1,28 @@
 """``harts bench ops``: operators on a GPU, gated on correctness and measured against a yardstick.
 
-Each part is a module of its own with ``measure(progress) -> Report``; a part is imported when it
-is asked for, since parts need different packages.
+Each part is a module of its own with ``measure(progress, trees) -> Report``; a part is imported
+when it is asked for, since parts need different packages.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from harts.bench.measure import Result
+from harts.bench.packed_files import packed_file
 from harts.errors import InputError, UnsupportedError
 
 Progress = Callable[[str], None]
+Trees = Mapping[str, Callable[[], list[NDArray[np.int32]]]]
+"""Name to a function that makes trajectories of 65,536 compact rows."""
 
 PARTS = {
     "delta-rule": "harts.bench.ops_delta_rule",
@@ -34,11 +41,16 @@ class Report:
     """Name to number; units are in the names: _ms, _gib, _ratio."""
 
 
-def measure_parts(names: Sequence[str], progress: Progress) -> dict[str, Report]:
+def measure_parts(
+    names: Sequence[str], progress: Progress, files: Sequence[Path] = ()
+) -> dict[str, Report]:
     """Run the named parts on the current GPU, one after the other.
 
+    With files of trajectories each part measures those, cut to 65,536 compact rows, instead of
+    its own trees.
+
     Raises:
-        InputError: no such part.
+        InputError: no such part, or a file is too small.
         UnsupportedError: no GPU.
         HartsError: a part could not be measured.
     """
@@ -47,11 +59,17 @@ def measure_parts(names: Sequence[str], progress: Progress) -> dict[str, Report]
         raise InputError(f"bench ops: parts are {', '.join(PARTS)}; got {', '.join(unknown)}.")
     if not torch.cuda.is_available():
         raise UnsupportedError("bench ops measures a GPU and found none: run it on one.")
+    packed = {path.stem: packed_file(path) for path in files}
+    trees = {name: partial(_same, tokens) for name, tokens in packed.items()} or None
     reports = {}
     for name in names:
         progress(name)
-        reports[name] = import_module(PARTS[name]).measure(progress)
+        reports[name] = import_module(PARTS[name]).measure(progress, trees)
     return reports
+
+
+def _same(tokens: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+    return tokens
 
 
 def gpu_environment() -> dict[str, Any]:

@@ -13,31 +13,42 @@ from torch import Tensor
 
 from harts.bench.gpu_trees import index_of
 from harts.bench.measure import Result
-from harts.bench.ops import Progress, Report, median_ms
+from harts.bench.ops import Progress, Report, Trees, median_ms
 from harts.bench.ops_delta_rule import rollout_tree
 from harts.errors import HartsError
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.convolution.reference import convolve_tree
 from harts.ops.tree_index import TreeIndex
 
-CHANNELS = 6_144
-"""Queries, keys and values of 16 heads of 128 in one call."""
+CHANNELS = (6_144, 2_048)
+"""Queries, keys and values of 16 heads of 128 in one call, or each in its own."""
 WIDTH = 4
 RATIO_BOUND = 1.3
 ERROR_BOUND = 1.2
 
 
-def measure(progress: Progress) -> Report:
+def measure(progress: Progress, trees: Trees | None = None) -> Report:
     """Gate, then forward and backward over the time of their bytes.
 
     Raises:
         HartsError: the gate failed; nothing was measured.
     """
     progress("convolution: gate against float64")
-    errors = gate()
-    progress("convolution: the rollout tree")
-    index = index_of(rollout_tree(), "cuda")
-    x, weight = _inputs(index, CHANNELS)
+    figures: dict[str, object] = dict(gate())
+    results = []
+    for tree, tokens in (trees or {"": rollout_tree}).items():
+        index = index_of(tokens(), "cuda")
+        for channels in CHANNELS:
+            progress(f"convolution: {tree or 'the rollout tree'}, {channels:,} channels")
+            prefix = f"{tree}, " if tree else ""
+            result, table = _timing(index, channels, prefix)
+            results.append(result)
+            figures[f"{prefix}{channels} channels"] = table
+    return Report(results=results, figures=figures)
+
+
+def _timing(index: TreeIndex, channels: int, prefix: str) -> tuple[Result, dict[str, float]]:
+    x, weight = _inputs(index, channels)
     grad = torch.randn_like(x)
     copy = torch.empty_like(x)
 
@@ -51,17 +62,16 @@ def measure(progress: Progress) -> Report:
     forward_ms, both_ms = median_ms(_replay(forward)), median_ms(_replay(both))
     bound_ms = copied * 2.5
     result = Result(
-        name="convolution with silu over moving its bytes",
+        name=f"{prefix}convolution with silu over moving its bytes",
         value=both_ms / bound_ms,
         unit="x",
         bound=RATIO_BOUND,
         detail=(
-            f"C={index.compact_rows:,}, {CHANNELS:,} channels, width {WIDTH}, bfloat16, forward "
+            f"C={index.compact_rows:,}, {channels:,} channels, width {WIDTH}, bfloat16, forward "
             f"and backward: {both_ms:.3f} ms / {bound_ms:.3f} ms"
         ),
     )
-    figures = {"forward_ms": forward_ms, "both_ms": both_ms, "copy_ms": copied, **errors}
-    return Report(results=[result], figures=figures)
+    return result, {"forward_ms": forward_ms, "both_ms": both_ms, "copy_ms": copied}
 
 
 def gate() -> dict[str, float]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.bench.measure import Result
-from harts.bench.ops import Progress, Report, median_ms, peak_gib
+from harts.bench.ops import Progress, Report, Trees, median_ms, peak_gib
 from harts.forest import PrefixForest
 from harts.layout import build_layout
 from harts.ops.delta_rule import Backend, chunk_delta_rule, tree_delta_rule
@@ -167,7 +167,8 @@ def check_tree(shape: Shape, index: TreeIndex, paths: list[Tensor]) -> tuple[flo
         repeated += sum(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         with torch.no_grad():
             alone = packed(trajectories_of(inputs, paths), [len(path) for path in paths])
-        equal.append(float((first[0][rows] == alone).double().mean()))
+        # Counted in integers: the mean of very many ones can round to less than one.
+        equal.append(int((first[0][rows] == alone).sum()) / alone.numel())
     return min(equal), repeated
 
 
@@ -228,26 +229,30 @@ def kernel_ms(work: Callable[[], object], repeats: int = 3) -> float:
     return float(sum(event.self_device_time_total for event in events) / 1e3 / repeats)
 
 
-def measure(progress: Progress) -> Report:
+def measure(progress: Progress, trees: Trees | None = None) -> Report:
     """Gate, then measure both rules; a rule that fails its gate is reported and not timed."""
-    index, paths = tree_on_gpu(rollout_tree())
     results: list[Result] = []
-    figures: dict[str, object] = {
-        "compact_rows": index.compact_rows,
-        "trajectory_rows": sum(len(path) for path in paths),
-        "rounds": len(index.rounds),
-        "packed_rows": sum(packed.packed_rows.numel() for packed in index.rounds),
-    }
-    for name, shape in SHAPES.items():
-        progress(f"{name}: gate")
-        gate = _gate(name, shape, index, paths)
-        results += gate
-        if not all(result.passed for result in gate):
-            continue
-        progress(f"{name}: timings")
-        table = _timings(shape, index, paths)
-        figures[name] = table
-        results += _results(name, table)
+    figures: dict[str, object] = {}
+    for tree, tokens in (trees or {"": rollout_tree}).items():
+        index, paths = tree_on_gpu(tokens())
+        prefix = f"{tree}, " if tree else ""
+        figures |= {
+            f"{prefix}compact_rows": index.compact_rows,
+            f"{prefix}trajectory_rows": sum(len(path) for path in paths),
+            f"{prefix}rounds": len(index.rounds),
+            f"{prefix}packed_rows": sum(packed.packed_rows.numel() for packed in index.rounds),
+        }
+        for rule, shape in SHAPES.items():
+            name = f"{prefix}{rule}"
+            progress(f"{name}: gate")
+            gate = _gate(name, shape, index, paths)
+            results += gate
+            if not all(result.passed for result in gate):
+                continue
+            progress(f"{name}: timings")
+            table = _timings(shape, index, paths)
+            figures[name] = table
+            results += _results(name, table)
     return Report(results=results, figures=figures)
 
 
@@ -303,7 +308,7 @@ def _timing(run: Run, inputs: Inputs) -> dict[str, float | str]:
         work = both_ways(run, inputs)
         work()
     except RuntimeError as error:
-        # fla refuses Gated DeltaNet's backward on Hopper with Triton before 3.7.1.
+        # fla refuses its own Gated DeltaNet backward on Hopper with Triton before 3.7.1.
         return {"refused": str(error).splitlines()[0]}
 
     def forward() -> None:

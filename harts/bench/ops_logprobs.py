@@ -10,8 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from harts.bench.gpu_trees import index_of
 from harts.bench.measure import Result
-from harts.bench.ops import Progress, Report, median_ms
+from harts.bench.ops import Progress, Report, Trees, median_ms
 from harts.errors import HartsError
 from harts.ops.logprobs import mapped_logprobs
 from harts.ops.logprobs.shards import BLOCK_ROWS
@@ -25,52 +26,66 @@ LOGPROB_ERROR = 1e-6
 GRADIENT_ERROR = 1.2
 
 
-def measure(progress: Progress) -> Report:
+def measure(progress: Progress, trees: Trees | None = None) -> Report:
     """Gate, then time, memory and the price of more positions than rows.
 
     Raises:
         HartsError: the gate failed; nothing was measured.
     """
     progress("log-probs: gate against float64")
-    errors = gate()
+    figures: dict[str, object] = dict(gate())
+    results: list[Result] = []
+    if trees is None:
+        progress("log-probs: random positions")
+        rows = torch.arange(ROWS, device="cuda")
+        many = torch.randint(0, ROWS, (POSITIONS - ROWS,), device="cuda")
+        found, figures["random positions"] = _timing(
+            "", rows, torch.cat([rows, many]).sort().values, None
+        )
+        return Report(results=found, figures=figures)
+    for name, tokens in trees.items():
+        progress(f"log-probs: {name}")
+        index = index_of(tokens(), "cuda")
+        once = torch.unique(index.target_rows)
+        found, figures[name] = _timing(f"{name}, ", once, index.target_rows, index.targets)
+        results += found
+    return Report(results=results, figures=figures)
+
+
+def _timing(
+    prefix: str, once: Tensor, positions: Tensor, targets: Tensor | None
+) -> tuple[list[Result], dict[str, float]]:
+    """Results for rows read once and for all positions, whose targets are random unless given."""
     hidden, weight = _inputs(ROWS, VOCABULARY, WIDTH)
-    many = torch.randint(0, ROWS, (POSITIONS - ROWS,), device="cuda")
-    rows = torch.arange(ROWS, device="cuda")
-    times = {}
-    for name, at in {"C": rows, "S": torch.cat([rows, many]).sort().values}.items():
-        progress(f"log-probs: {len(at):,} positions")
-        step = _step(hidden, weight, at)
-        times[name] = median_ms(step, repeats=7, warm_up=2)
-    peak = _extra_gb(_step(hidden, weight, rows))
-    progress("log-probs: products alone")
+    steps = {"C": _step(hidden, weight, once), "S": _step(hidden, weight, positions, targets)}
+    times = {name: median_ms(step, repeats=7, warm_up=2) for name, step in steps.items()}
+    peak = _extra_gb(steps["C"])
     alone = median_ms(lambda: products_alone(hidden.detach(), weight.detach()), 7, 2)
     detail = f"C={ROWS:,}, vocabulary {VOCABULARY:,}, D={WIDTH:,}, bfloat16, forward and backward"
-    return Report(
-        results=[
-            Result(
-                name="log-probs over the four matrix products alone",
-                value=times["C"] / alone,
-                unit="x",
-                bound=RATIO_BOUND,
-                detail=f"{detail}: {times['C']:.1f} ms / {alone:.1f} ms",
-            ),
-            Result(
-                name=f"log-probs of {POSITIONS:,} positions over those of C",
-                value=times["S"] / times["C"],
-                unit="x",
-                bound=REUSE_BOUND,
-                detail=f"{times['S']:.1f} ms / {times['C']:.1f} ms",
-            ),
-            Result(
-                name="log-probs, peak extra memory, gradients included",
-                value=peak,
-                unit="GB",
-                bound=PEAK_GB,
-                detail=detail,
-            ),
-        ],
-        figures={"c_ms": times["C"], "s_ms": times["S"], "products_ms": alone, **errors},
-    )
+    results = [
+        Result(
+            name=f"{prefix}log-probs over the four matrix products alone",
+            value=times["C"] / alone,
+            unit="x",
+            bound=RATIO_BOUND,
+            detail=f"{detail}: {times['C']:.1f} ms / {alone:.1f} ms",
+        ),
+        Result(
+            name=f"{prefix}log-probs of {len(positions):,} positions over those of C",
+            value=times["S"] / times["C"],
+            unit="x",
+            bound=REUSE_BOUND,
+            detail=f"{times['S']:.1f} ms / {times['C']:.1f} ms",
+        ),
+        Result(
+            name=f"{prefix}log-probs, peak extra memory, gradients included",
+            value=peak,
+            unit="GB",
+            bound=PEAK_GB,
+            detail=detail,
+        ),
+    ]
+    return results, {"c_ms": times["C"], "s_ms": times["S"], "products_ms": alone}
 
 
 def gate() -> dict[str, float]:
@@ -141,8 +156,11 @@ def _inputs(rows: int, vocabulary: int, width: int) -> tuple[Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_()
 
 
-def _step(hidden: Tensor, weight: Tensor, rows: Tensor) -> Callable[[], object]:
-    targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")[rows]
+def _step(
+    hidden: Tensor, weight: Tensor, rows: Tensor, targets: Tensor | None = None
+) -> Callable[[], object]:
+    if targets is None:
+        targets = torch.randint(0, len(weight), (len(hidden),), device="cuda")[rows]
     cotangent = torch.randn(len(rows), device="cuda")
 
     def step() -> object:

@@ -1,34 +1,19 @@
-"""Run our Triton kernels in Triton's interpreter against a plain loop; prints errors as JSON.
-
-A program of its own: the interpreter is chosen when the kernels are defined, and the fast form
-must not be imported with it anywhere else.
-"""
+"""The delta rule's Triton kernels in Triton's interpreter against a plain loop; prints errors."""
 
 import json
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+import math
 
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
-from harts.ops.delta_rule.gpu import state_passes
+from harts.ops.delta_rule.gpu import state_passes, triton_kernels
 from harts.ops.delta_rule.gpu.parts import Config, Sizes
 from harts.ops.delta_rule.gpu.row_plan import RowPlan, plan_tree
+from tests.ops import interpreter
 from tests.ops.test_delta_rule import Branch, build_tree
 
 SIZES = Sizes(heads=1, groups=2, key_dim=16, value_dim=16, chunk_size=16)
 BRANCHES = [Branch(None, 0, 38), Branch(0, 17, 5), Branch(0, 16, 20), Branch(2, 35, 18)]
-
-
-_PATCH = interpreter._patch_lang_tensor
-
-
-def _patch_tensor(tensor: type, scope: object) -> None:
-    """NumPy 2.4 no longer turns arrays of one element into integers, which Triton 3.6 relies on."""
-    _PATCH(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def sequential(plan: RowPlan, rows: dict[str, Tensor], bank: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,9 +104,72 @@ def fold_error() -> float:
     return float((rows - expected).abs().max())
 
 
+def scalar_gate_errors() -> dict[str, float]:
+    """Gradients through outputs and states of three chunks against autograd, in float64."""
+    rows, heads, groups, dim, chunk = 38, 1, 2, 32, 16
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key = (normal(rows, heads, dim).requires_grad_() for _ in range(2))
+    w = normal(rows, groups, dim).requires_grad_()
+    delta, upstream = normal(rows, groups, dim), normal(rows, groups, dim)
+    states, after, to_delta = (
+        normal(3, groups, dim, dim),
+        normal(3, groups, dim, dim),
+        normal(rows, groups, dim),
+    )
+    decay = (-torch.rand(rows, groups, generator=generator, dtype=torch.float64)).requires_grad_()
+    loss, scale = torch.zeros((), dtype=torch.float64), 0.3
+    for number, first in enumerate(range(0, rows, chunk)):
+        at = slice(first, min(first + chunk, rows))
+        q, k = (x[at].expand(-1, groups, -1) for x in (query, key))
+        g, d = decay[at], delta[at]
+        causal = torch.ones(len(g), len(g)).tril()[..., None] > 0
+        scores = torch.einsum("igk,jgk->ijg", q, k) * (g[:, None] - g[None, :]).exp2()
+        inside = torch.einsum("ijg,jgv->igv", scores.masked_fill(~causal, 0.0), d)
+        across = torch.einsum("igk,gkv->igv", q * g.exp2()[..., None], states[number])
+        decayed = k * (g[-1:] - g).exp2()[..., None]
+        end = states[number] * g[-1].exp2()[:, None, None]
+        end = end + torch.einsum("igk,igv->gkv", decayed, d)
+        read = torch.einsum("igk,gkv->igv", w[at], states[number])
+        loss = loss + (scale * (inside + across) * upstream[at]).sum() + (end * after[number]).sum()
+        loss = loss - (read * to_delta[at]).sum()
+    # A query head's gradient is that of both of its value heads; the kernel keeps them apart.
+    exact = torch.autograd.grad(loss, (query, key, w, decay))
+    got = [torch.full((rows, groups, dim), torch.nan) for _ in range(3)]
+    to_decay = torch.full((2, rows, groups), torch.nan)
+    columns = (query, key, delta, decay, states, upstream, to_delta, after)
+    triton_kernels.scalar_gate_gradients[(2 * 3, groups)](
+        *(x.detach().float() for x in columns),
+        *got,
+        to_decay,
+        torch.tensor([0, rows], dtype=torch.int32),
+        torch.tensor([[0, 0], [0, 1], [0, 2]], dtype=torch.int32),
+        scale,
+        rows,
+        heads=heads,
+        groups=groups,
+        key_dim=dim,
+        value_dim=dim,
+        chunk_size=chunk,
+        block=16,
+        value_block=16,
+    )
+    # The kernel differentiates by the natural logarithm of decays, which come in that to base 2.
+    to_decay = to_decay.sum(0) * math.log(2)
+    found = (got[0].sum(1, keepdim=True), got[1].sum(1, keepdim=True), got[2], to_decay)
+    return {
+        name: float((a - b).norm() / b.norm())
+        for name, a, b in zip(("query", "key", "w", "decay"), found, exact, strict=True)
+    }
+
+
 if __name__ == "__main__":
-    interpreter._patch_lang_tensor = _patch_tensor
+    interpreter.accept_new_numpy()
     tile = state_passes._Tile(16, Config(4))
     for table in (state_passes._FORWARD, state_passes._AGAIN, state_passes._BACKWARD):
         table.update({True: tile, False: tile})
-    print(json.dumps({"KDA": errors(True), "GDN": errors(False), "fold": {"rows": fold_error()}}))
+    found = {"KDA": errors(True), "GDN": errors(False), "fold": {"rows": fold_error()}}
+    print(json.dumps(found | {"GDN gradients": scalar_gate_errors()}))

@@ -7,15 +7,20 @@ import pytest
 import torch
 
 from harts.errors import UnsupportedError
-from harts.ops.attention import choose_backend, dispatch, tree_attention
-from harts.ops.attention.pieces import _Ancestors, plan_attention
-from harts.ops.attention.varlen import attend_tree_varlen
+from harts.ops.attention import choose_backend, dispatch, flash4, pieces, tree_attention
+from harts.ops.attention.flash4 import FLASH4
+from harts.ops.attention.mask import _block_mask, attend_tree_mask, sees, tree_mask
+from harts.ops.attention.packed import TORCH
+from harts.ops.attention.pieces import TILE, Ancestors, plan_attention
+from harts.ops.attention.varlen import attend_tree_varlen, estimate_varlen
+from harts.ops.tree_index import TreeIndex
+from tests.forests import lay_out, random_batch
 
 from .small_trees import TREES, relative_error, small_tree, with_pack_neighbours
 from .test_attention import HEADS, cotangent, inputs, long_tree, oracle
 
 MODES = {
-    "chosen by cost": _Ancestors.shared_runs,
+    "chosen by cost": Ancestors.shared_runs,
     "all views": lambda a, *_: np.zeros(len(a.run_starts), bool),
     "all shared": lambda a, *_: np.bincount(a.run, minlength=len(a.run_starts)) > 0,
     "mixed": lambda a, *_: (
@@ -26,17 +31,18 @@ MODES = {
 
 @pytest.fixture(params=MODES)
 def mode(request, monkeypatch):
-    monkeypatch.setattr(_Ancestors, "shared_runs", MODES[request.param])
+    monkeypatch.setattr(Ancestors, "shared_runs", MODES[request.param])
 
 
 @pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("kernel", [TORCH, FLASH4], ids=lambda k: k.name)
 @pytest.mark.parametrize("workspace", [1, 10**9])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", TREES)
-def test_rows_and_every_gradient_equal_one_trajectory_at_a_time(name, heads, workspace):
+def test_rows_and_every_gradient_equal_one_trajectory_at_a_time(name, heads, workspace, kernel):
     tree = small_tree(name)
     leaves = inputs(tree, heads)
-    out = attend_tree_varlen(*leaves, tree.index, 0.7, workspace)
+    out = attend_tree_varlen(*leaves, tree.index, 0.7, workspace, kernel)
     want = oracle(tree, *leaves, 0.7)
     assert relative_error(out, want) < 1e-12
     g = cotangent(tree, out)
@@ -60,11 +66,35 @@ def test_keys_of_a_packed_neighbour_are_caught():
 @pytest.mark.parametrize("budget", [1, 700, 1700, 10**6])
 def test_calls_stay_within_the_budget_or_hold_one_sequence(budget):
     index = long_tree().index
-    plan = plan_attention(index, 1, 1, budget, budget)
+    plan = plan_attention(index, 1, 1, budget, budget, TORCH.speeds)
     for call in plan.views:
         assert len(call.packed.key_rows) <= budget or len(call.packed.cu_keys) == 2
     covered = [r for c in plan.views for r in range(c.own.start, c.own.stop)]
     assert covered == list(range(index.compact_rows))
+
+
+@pytest.mark.parametrize("lengths", [[3000] + [8] * 400, [8] * 400, [3000] * 3])
+def test_a_call_launches_few_empty_tiles(lengths, monkeypatch):
+    monkeypatch.setattr(pieces, "_FEW_TILES", 100)
+    index = forest(lengths)
+    plan = plan_attention(index, 1, 1, 10**9, 10**9, TORCH.speeds)
+    assert len(plan.views) == (2 if len(set(lengths)) > 1 else 1)
+
+
+def forest(lengths):
+    """Sequences that share nothing."""
+    index = comb(0, len(lengths), 1)
+    fields = {n: getattr(index, n) for n in index.__slots__}
+    offsets = torch.tensor([0, *np.cumsum(lengths)])
+    return type(index)(
+        **{
+            **fields,
+            "rows": int(offsets[-1]),
+            "compact_rows": int(offsets[-1]),
+            "sequence_offsets": offsets,
+            "ancestor_offsets": torch.zeros_like(offsets),
+        }
+    )
 
 
 def comb(trunk, branches, length):
@@ -85,8 +115,9 @@ def comb(trunk, branches, length):
 
 
 def test_short_branches_share_a_long_trunk_and_long_ones_copy_it():
-    assert plan_attention(comb(4096, 64, 16), 16, 16, 10**9, 10**9).shared
-    assert not plan_attention(comb(64, 4, 4096), 16, 16, 10**9, 10**9).shared
+    for speeds in (TORCH.speeds, FLASH4.speeds):
+        assert plan_attention(comb(4096, 64, 16), 16, 16, 10**9, 10**9, speeds).shared
+        assert not plan_attention(comb(64, 4, 4096), 16, 16, 10**9, 10**9, speeds).shared
 
 
 def test_the_cpu_runs_the_cascade_and_says_so_once(caplog):
@@ -109,9 +140,118 @@ def test_a_form_can_be_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"), [("varlen", "not on a GPU"), ("fastest", "must be one of")]
+    ("backend", "said"),
+    [
+        ("varlen", "not on a GPU"),
+        ("flash-attn-4", "not on a GPU"),
+        ("mask", "not on a GPU"),
+        ("fastest", "must be one of"),
+    ],
 )
 def test_a_form_that_cannot_run_is_refused_in_a_sentence(backend, said):
-    x = torch.zeros(2, 1, 8)
+    tree = small_tree("nested forks")
+    leaves = inputs(tree, "MHA")
     with pytest.raises(UnsupportedError, match=said):
-        choose_backend(x, x, backend=backend)
+        choose_backend(*leaves, index=tree.index, backend=backend)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_mask_computes_rows_and_every_gradient(name):
+    tree = small_tree(name)
+    for heads in HEADS:
+        leaves = inputs(tree, heads)
+        out = attend_tree_mask(*leaves, tree.index, 0.7)
+        want = oracle(tree, *leaves, 0.7)
+        assert relative_error(out, want) < 1e-12
+        g = cotangent(tree, out)
+        rows = tree.index.compact_rows
+        got = torch.autograd.grad(out, leaves, g)
+        assert (out[rows:] == 0).all()
+        for a, b in zip(got, torch.autograd.grad(want, leaves, g), strict=True):
+            assert relative_error(a[:rows], b[:rows]) < 1e-12
+            assert (a[rows:] == 0).all()
+
+
+def dense(index):
+    """[C, C] which rows see which, a sequence at a time."""
+    seen = torch.zeros(index.compact_rows, index.compact_rows, dtype=torch.bool)
+    own, above = index.sequence_offsets.tolist(), index.ancestor_offsets.tolist()
+    for i in range(len(own) - 1):
+        for row in range(own[i], own[i + 1]):
+            seen[row, index.ancestor_rows[above[i] : above[i + 1]]] = True
+            seen[row, own[i] : row + 1] = True
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_of_the_mask_are_those_of_the_dense_mask(seed):
+    batch = random_batch(
+        np.random.default_rng(seed), trajectories=12, max_length=200, chunk_size=64
+    )
+    index = TreeIndex.from_layout(lay_out(batch, chunk_size=64, row_multiple=64)[2])
+    want = dense(index)
+    mask = tree_mask(index)
+    assert torch.equal(sees(mask.enter[:, None], mask.leave, mask.enter), want)
+    blocks = -(-len(want) // TILE)
+    missing = blocks * TILE - len(want)
+    tiles = torch.nn.functional.pad(want, (0, missing, 0, missing))
+    tiles = tiles.view(blocks, TILE, blocks, TILE)
+    assert torch.equal(mask.full, tiles.all(3).all(1))
+    assert not (mask.partial & mask.full).any()
+    assert (mask.partial | mask.full)[tiles.any(3).any(1)].all()
+    assert sum(mask.met) >= int(tiles.any(3).any(1).sum())
+
+
+def test_block_lists_name_each_pair_of_blocks_once():
+    index = comb(300, 3, 200)
+    mask, made = tree_mask(index), _block_mask(index)
+    for pairs, counts, order in (
+        (mask.partial, made.kv_num_blocks, made.kv_indices),
+        (mask.full, made.full_kv_num_blocks, made.full_kv_indices),
+    ):
+        for block, (count, listed) in enumerate(
+            zip(counts[0, 0].tolist(), order[0, 0].tolist(), strict=True)
+        ):
+            assert sorted(listed[:count]) == pairs[block].nonzero()[:, 0].tolist()
+
+
+def choice(index, monkeypatch, *, flash4=None, flash=None):
+    """What would run on a GPU where the two FlashAttentions cannot for these reasons."""
+    monkeypatch.setattr(dispatch, "_why_not_flash", lambda *_: flash)
+    monkeypatch.setattr(dispatch, "_why_not_flash4", lambda *_: flash4)
+    x = torch.empty(index.rows, 16, 128, dtype=torch.bfloat16, device="meta")
+    return choose_backend(x, x, x, index=index)
+
+
+def test_the_cheapest_form_by_estimate_runs(monkeypatch):
+    long_branches = comb(64, 4, 4096)
+    assert choice(long_branches, monkeypatch) == "flash-attn-4"
+    assert choice(long_branches, monkeypatch, flash4="not installed") == "varlen"
+    long_trunk = comb(4096, 64, 64)
+    assert choice(long_trunk, monkeypatch) == "flash-attn-4"
+    assert choice(long_trunk, monkeypatch, flash4="not installed") == "mask"
+    assert choice(long_branches, monkeypatch, flash4="none", flash="none") == "reference"
+
+
+def test_a_path_beyond_the_workspace_runs_under_the_mask(monkeypatch):
+    index = comb(16, 2, 4096)
+    assert choice(index, monkeypatch, flash4="not installed") == "varlen"
+    monkeypatch.setattr(dispatch, "WORKSPACE_BYTES", 2**20)
+    assert choice(index, monkeypatch, flash4="not installed") == "mask"
+
+
+def test_the_deterministic_mode_has_estimates_of_its_own():
+    index = comb(64, 4, 4096)
+    usual = estimate_varlen(index, 16, 16, TORCH)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert estimate_varlen(index, 16, 16, TORCH) > 1.5 * usual
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_another_version_of_flash_attn_4_is_refused(monkeypatch):
+    flash4.why_not_installed.cache_clear()
+    monkeypatch.setattr(flash4, "version", lambda _: "4.0.0")
+    assert "must be 4.0.0b" in flash4.why_not_installed()
+    flash4.why_not_installed.cache_clear()

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harts.errors import InputError
 from harts.ops.convolution import tree_causal_convolution
+from harts.ops.tree_index import TreeIndex
+from tests.forests import batch_of, lay_out
 
 from .small_trees import (
     TREES,
@@ -180,3 +182,21 @@ def test_wrong_shapes_are_refused_in_a_sentence(x, weight, said):
     tree = small_tree("nested forks", padding=6)
     with pytest.raises(InputError, match=said):
         tree_causal_convolution(torch.zeros(x), torch.zeros(weight), index=tree.index)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_the_width_and_a_longer_padding(rows):
+    batch = batch_of([list(range(rows))])
+    index = TreeIndex.from_layout(lay_out(batch, row_multiple=16)[2])
+    x = poisoned(torch.randn(16, 2, dtype=torch.float64), rows)
+    weight = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    out = tree_causal_convolution(x, weight, index=index)
+    plain = x.detach()[:rows].clone().requires_grad_()
+    want = F.conv1d(F.pad(plain.t()[None], (3, 0)), weight[:, None], groups=2)[0].t()
+    assert relative_error(out[:rows], want) < 1e-12
+    got = torch.autograd.grad(out[:rows].sum(), (x, weight))
+    wanted = torch.autograd.grad(want.sum(), (plain, weight))
+    assert relative_error(got[0][:rows], wanted[0]) < 1e-12
+    assert relative_error(got[1], wanted[1]) < 1e-12
+    assert (out[rows:] == 0).all()
+    assert (got[0][rows:] == 0).all()

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import Tensor
 
 from harts.errors import InputError
 from harts.ops.attention.cascade import attend_tree_cascade
 from harts.ops.attention.dispatch import Backend, choose_backend
+from harts.ops.attention.flash4 import FLASH4
+from harts.ops.attention.mask import attend_tree_mask
 from harts.ops.attention.reference import attend_tree
 from harts.ops.attention.varlen import attend_tree_varlen
 from harts.ops.tree_index import TreeIndex
 
 __all__ = ["Backend", "choose_backend", "tree_attention"]
 
-_FORMS = {
+_FORMS: dict[Backend, Callable[[Tensor, Tensor, Tensor, TreeIndex, float], Tensor]] = {
     "reference": attend_tree,
     "cascade": attend_tree_cascade,
     "varlen": attend_tree_varlen,
+    "flash-attn-4": partial(attend_tree_varlen, kernel=FLASH4),
+    "mask": attend_tree_mask,
 }
 
 
@@ -36,8 +43,9 @@ def tree_attention(
     head h reads key/value head h // (H // Hkv). Positions are the caller's: apply rotary
     embeddings before.
 
-    On a GPU, bfloat16 and float16 run FlashAttention on packed calls of bounded memory; the CPU
-    has fused kernels too. `choose_backend` decides, and everything else runs the PyTorch form.
+    On a GPU, bfloat16 and float16 run FlashAttention on packed calls of bounded memory, or
+    FlexAttention under a mask; the CPU has fused kernels too. `choose_backend` decides, and
+    everything else runs the PyTorch form.
 
     Args:
         query: [R, H, K] rows. Padding rows of all three may hold anything.
@@ -58,7 +66,7 @@ def tree_attention(
     """
     _check(query, key, value, index)
     scale = query.shape[2] ** -0.5 if scale is None else scale
-    form = _FORMS[choose_backend(query, value, backend=backend)]
+    form = _FORMS[choose_backend(query, key, value, index=index, backend=backend)]
     return form(query, key, value, index, scale)
 
 

@@ -3,27 +3,48 @@
 Shapes: n packed queries · m packed keys · H query heads · Hkv key/value heads · K head dim ·
 R physical rows · U rows that a call reads or adds to.
 
-On a GPU these are the FlashAttention that comes with PyTorch and two Triton kernels; elsewhere they
-are plain PyTorch, so that everything built on them is tested without a GPU, in float64.
+On a GPU these are the FlashAttention that comes with PyTorch and Triton kernels; elsewhere they are
+plain PyTorch, so that everything built on them is tested without a GPU, in float64.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harts.ops.attention.pieces import PackedKeys, RowSum
+from harts.ops.attention.pieces import Fold, PackedKeys, RowSum, Speeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """What computes packed attention."""
+
+    name: str
+    attend: Callable[..., tuple[Tensor, Tensor]]
+    """As `attend` of this module."""
+    attend_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    """As `attend_backward` of this module."""
+    one_width: bool
+    """Whether keys and values must be equally wide, and key gradients come a query head each."""
+    speeds: Speeds
+    deterministic_speeds: Speeds
+    """The same under `torch.use_deterministic_algorithms`."""
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, call: PackedKeys, scale: float
+    query: Tensor, key: Tensor, value: Tensor, call: PackedKeys, scale: float, _into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """[n, H, K], [m, Hkv, K], [m, Hkv, K] -> output [n, H, K], log-sum-exp [H, n] float32."""
+    """[n, H, K], [m, Hkv, K], [m, Hkv, K] -> output [n, H, K], log-sum-exp [H, n] float32.
+
+    A kernel may write the output into the last argument, where there is one.
+    """
     if not query.is_cuda:
-        return _attend_plainly(query, key, value, call, scale)
+        return attend_plainly(query, key, value, call, scale)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -52,14 +73,16 @@ def attend_backward(
     lse: Tensor,
     call: PackedKeys,
     scale: float,
+    _into: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value.
 
-    Output and log-sum-exp may be those over more keys than this call's: exp(score - lse) is then
-    the probability among all of them, and the gradients of all calls add up to the whole.
+    A kernel may write the first into the last argument, where there is one. Output and log-sum-exp
+    may be those over more keys than this call's: exp(score - lse) is then the probability among all
+    of them, and the gradients of all calls add up to the whole.
     """
     if not query.is_cuda:
-        return _backward_plainly(grad, query, key, value, out, lse, call, scale)
+        return backward_plainly(grad, query, key, value, out, lse, call, scale)
     unused = query.new_empty(2, dtype=torch.uint64)  # state of the dropout that there is none of
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         grad,
@@ -81,6 +104,17 @@ def attend_backward(
         window_size_right=0 if call.causal else -1,
     )
     return found
+
+
+TORCH = Kernel(
+    name="varlen",
+    attend=attend,
+    attend_backward=attend_backward,
+    one_width=True,
+    speeds=Speeds(score=11e-12),
+    deterministic_speeds=Speeds(score=22e-12),
+)
+"""The FlashAttention that comes with PyTorch."""
 
 
 def gather_rows(rows: Tensor, at: Tensor, width: int) -> Tensor:
@@ -106,6 +140,25 @@ def add_rows(total: Tensor, packed: Tensor, rows: RowSum) -> None:
         return
     row = torch.repeat_interleave(rows.rows, rows.offsets.diff())
     total.index_add_(0, row, packed[rows.entries, :, : total.shape[2]].to(total.dtype))
+
+
+def fold_rows(final: Tensor, carried: Tensor, packed: Tensor, rows: RowSum, fold: Fold) -> None:
+    """Add the packed entries [n, Hkv, K] to their rows of final [R, Hkv, V], V <= K.
+
+    Sums are carried [slots, Hkv, V] from call to call in float32, in a fixed order, and rounded to
+    `final` once.
+    """
+    if final.is_cuda:
+        from harts.ops.attention import triton_kernels
+
+        triton_kernels.fold_rows(final, carried, packed, rows, fold)
+        return
+    sums = carried.new_zeros(len(rows.rows), *final.shape[1:])
+    row = torch.repeat_interleave(torch.arange(len(sums)), rows.offsets.diff())
+    sums.index_add_(0, row, packed[rows.entries, :, : final.shape[2]].to(sums.dtype))
+    sums[~fold.first] += carried[fold.slots[~fold.first]]
+    carried[fold.slots[~fold.last]] = sums[~fold.last]
+    final[rows.rows[fold.last]] = sums[fold.last].to(final.dtype)
 
 
 def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: RowSum) -> None:
@@ -147,10 +200,12 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     return scores
 
 
-def _attend_plainly(
+def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, call: PackedKeys, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty_like(query), query.new_empty(query.shape[1], len(query))
+    """`attend` anywhere, in any dtype; V may differ from K."""
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    lse = query.new_empty(query.shape[1], len(query))
     group = query.shape[1] // key.shape[1]
     for q, k in _slices(call):
         scores = _scores(query[q], key[k], call.causal, scale)
@@ -161,7 +216,7 @@ def _attend_plainly(
     return out, lse
 
 
-def _backward_plainly(
+def backward_plainly(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -171,6 +226,7 @@ def _backward_plainly(
     call: PackedKeys,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` anywhere, in any dtype; V may differ from K."""
     grads = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     kv_heads = key.shape[1]
     group = query.shape[1] // kv_heads
@@ -185,5 +241,5 @@ def _backward_plainly(
         by_key = torch.einsum("hqk,qhd->khd", by_score, query[q])
         by_value = torch.einsum("hqk,qhd->khd", p, grad[q])
         grads[1][k] = by_key.view(-1, kv_heads, group, key.shape[2]).sum(2)
-        grads[2][k] = by_value.view(-1, kv_heads, group, key.shape[2]).sum(2)
+        grads[2][k] = by_value.view(-1, kv_heads, group, value.shape[2]).sum(2)
     return grads

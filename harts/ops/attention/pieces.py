@@ -14,26 +14,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from harts.ops.index_cache import derived
 from harts.ops.tree_index import TreeIndex
 
 Int = NDArray[np.int64]
 
-# Seconds on an H200; only their ratios matter, and only near the tie. A query's cost is fitted:
-# with a quarter of it the tree of the benchmark shares some runs, and is 1% slower for it.
-_MOVE_KEY = 12 * 128e-12
-"""Gathers in forward and backward and the gradients' sums, for one head of one copied key."""
-_MOVE_QUERY = 200 * 128e-12
-"""Gathers, the merge of partial outputs and float32 sums, for one head of one repacked query."""
-_SCORE = 11e-12
-"""Forward and backward of one query-key pair of one head."""
-_TILE = 128
-"""Queries are padded to tiles of this many rows by the kernels."""
+TILE = 128
+"""Queries and keys are padded to tiles of this many rows by the kernels."""
+_EMPTY = 16
+"""Empty tiles for a real one that a launch may have: each costs a hundredth of a real one."""
+_FEW_TILES = 16_384
+"""Empty tiles that a launch may have anyway."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
+    """Seconds on an H200, forward and backward; only ratios matter, and only near a tie."""
+
+    score: float
+    """One query-key pair of one head."""
+    move_key: float = 12 * 128e-12
+    """Gathers and the gradients' sums, for one head of one copied key."""
+    # Fitted: with a quarter of it the tree of the benchmark shares some runs, and is 1% slower.
+    move_query: float = 200 * 128e-12
+    """Gathers, the merge of partial outputs and float32 sums, for one head of one query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -85,15 +96,38 @@ class SharedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fold:
+    """Where the sums of one call's keys go, so that few rows are ever held in float32.
+
+    A row that several calls reach has a slot that carries its sum from one to the next.
+    """
+
+    slots: Tensor
+    """[U] int64 slot of each row of the call's `RowSum`; 0 where it has none."""
+    first: Tensor
+    """[U] bool: no earlier call reaches the row."""
+    last: Tensor
+    """[U] bool: no later call reaches the row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionPlan:
     """Calls in order; those on views come first and reach every row once."""
 
     views: tuple[ViewCall, ...]
     shared: tuple[SharedCall, ...]
+    folds: tuple[Fold, ...]
+    """One a call: of the views, then of the shared runs."""
+    slots: int
 
 
 def plan_attention(
-    index: TreeIndex, heads: int, kv_heads: int, key_budget: int, query_budget: int
+    index: TreeIndex,
+    heads: int,
+    kv_heads: int,
+    key_budget: int,
+    query_budget: int,
+    speeds: Speeds,
 ) -> AttentionPlan:
     """Choose views and shared runs and cut both into calls.
 
@@ -101,23 +135,55 @@ def plan_attention(
         index: the tree of rows.
         heads: H.
         kv_heads: Hkv.
-        key_budget: keys copied by one call at most, unless one sequence alone needs more.
+        key_budget: keys copied and queries in one call at most, unless one sequence alone needs
+            more.
         query_budget: queries repacked by one call at most, unless one run alone needs more.
+        speeds: what views and shared runs cost.
     """
-    own = index.sequence_offsets.cpu().numpy()
-    ancestors = _Ancestors.of(index, own)
-    shared = ancestors.shared_runs(np.diff(own), heads, kv_heads)
+    ancestors = ancestors_of(index)
+    own = ancestors.own
+    shared = ancestors.shared_runs(heads, kv_heads, speeds)
     device = index.sequence_offsets.device
-    return AttentionPlan(
-        views=tuple(_view_calls(own, ancestors, shared, key_budget, device)),
-        shared=tuple(_shared_calls(own, ancestors, shared, query_budget, device)),
-    )
+    views = tuple(_view_calls(own, ancestors, shared, key_budget, device))
+    runs = tuple(_shared_calls(own, ancestors, shared, query_budget, device))
+    keys = [call.packed.keys for call in views] + [call.packed.keys for call in runs]
+    folds, slots = _folds(keys, index.compact_rows, device)
+    return AttentionPlan(views=views, shared=runs, folds=folds, slots=slots)
+
+
+def estimate_seconds(index: TreeIndex, heads: int, kv_heads: int, speeds: Speeds) -> float:
+    """What views and shared runs cost, each run in the cheaper of the two ways."""
+    ancestors = ancestors_of(index)
+    own, lengths = ancestors.own, np.diff(ancestors.own)
+    copied, packed = ancestors.costs(heads, kv_heads, speeds)
+    own_pairs = float((tiled(lengths) * (lengths + TILE) / 2).sum())
+    moved = float(own[-1]) * kv_heads * speeds.move_key
+    return float(np.minimum(copied, packed).sum()) + moved + own_pairs * heads * speeds.score
+
+
+def longest_path(index: TreeIndex) -> int:
+    """Rows of the longest sequence and its ancestors: the least a call on views has to copy."""
+    ancestors = ancestors_of(index)
+    paths = np.diff(ancestors.offsets) + np.diff(ancestors.own)
+    return int(paths.max()) if len(paths) else 0
+
+
+def ancestors_of(index: TreeIndex) -> Ancestors:
+    """The ancestors of a tree, cut into runs once a tree."""
+    return derived(index, "attention ancestors", Ancestors.of)
+
+
+def tiled(lengths: NDArray[Any]) -> NDArray[Any]:
+    """Lengths rounded up to whole tiles."""
+    return -(-lengths // TILE) * TILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Ancestors:
+class Ancestors:
     """Ancestors of all sequences, cut into runs that every sequence reads whole or not at all."""
 
+    own: Int
+    """[Q+1] offsets of the sequences' own rows."""
     rows: Int
     """[sum of h]"""
     offsets: Int
@@ -131,7 +197,9 @@ class _Ancestors:
     """[pairs] the run, ascending."""
 
     @classmethod
-    def of(cls, index: TreeIndex, own: Int) -> _Ancestors:
+    def of(cls, index: TreeIndex) -> Ancestors:
+        """Of all sequences of a tree, on the host."""
+        own = index.sequence_offsets.cpu().numpy()
         rows, offsets = index.ancestor_rows.cpu().numpy(), index.ancestor_offsets.cpu().numpy()
         starts = np.ones(len(rows), dtype=bool)
         starts[1:] = np.diff(rows) != 1
@@ -152,6 +220,7 @@ class _Ancestors:
         reader = np.repeat(sequence, spans)
         order = np.lexsort((reader, run))
         return cls(
+            own=own,
             rows=rows,
             offsets=offsets,
             run_starts=all_starts,
@@ -160,23 +229,36 @@ class _Ancestors:
             run=run[order],
         )
 
-    def shared_runs(self, own_lengths: Int, heads: int, kv_heads: int) -> NDArray[np.bool_]:
+    def shared_runs(self, heads: int, kv_heads: int, speeds: Speeds) -> NDArray[np.bool_]:
         """[runs] where packing the queries below costs less than copying the keys."""
-        runs = len(self.run_starts)
-        queries = own_lengths[self.reader]
-        below = np.bincount(self.run, queries, runs)
-        padded = np.bincount(self.run, -(-queries // _TILE) * _TILE, runs)
-        readers = np.bincount(self.run, minlength=runs)
-        view = self.run_lengths * (readers * _MOVE_KEY * kv_heads + padded * _SCORE * heads)
-        packed = heads * (
-            below * _MOVE_QUERY + self.run_lengths * -(-below // _TILE) * _TILE * _SCORE
-        )
-        found: NDArray[np.bool_] = (packed < view) & (readers > 1)
+        copied, packed = self.costs(heads, kv_heads, speeds)
+        found: NDArray[np.bool_] = packed < copied
         return found
+
+    def costs(
+        self, heads: int, kv_heads: int, speeds: Speeds
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """[runs] seconds of copying each run's keys, and of packing the queries below it.
+
+        Nobody packs queries for a run that one sequence reads: its cost is infinite.
+        """
+        runs = len(self.run_starts)
+        queries = np.diff(self.own)[self.reader]
+        below = np.bincount(self.run, queries, runs)
+        padded = np.bincount(self.run, tiled(queries), runs)
+        readers = np.bincount(self.run, minlength=runs)
+        copied = self.run_lengths.astype(np.float64) * (
+            readers * speeds.move_key * kv_heads + padded * speeds.score * heads
+        )
+        packed: NDArray[np.float64] = heads * (
+            below * speeds.move_query + self.run_lengths * tiled(below) * speeds.score
+        )
+        packed[readers < 2] = np.inf
+        return copied, packed
 
 
 def _view_calls(
-    own: Int, ancestors: _Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
+    own: Int, ancestors: Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
 ) -> Iterator[ViewCall]:
     run_of_row = np.repeat(np.arange(len(shared)), ancestors.run_lengths)
     kept = ~shared[run_of_row[ancestors.rows]]
@@ -186,7 +268,8 @@ def _view_calls(
     above = np.where(queries > 0, np.diff(offsets), 0)
     # One pool holds ancestors, then own rows; a call's keys are alternating slices of it.
     pool = np.concatenate([rows, np.arange(own[-1])])
-    for lo, hi in _groups(above + queries, budget):
+    # A query holds about as much as a key, and sums of its gradient are kept in whole tiles.
+    for lo, hi in _groups(above + queries + tiled(queries), budget, tiled(queries) // TILE):
         if own[hi] == own[lo]:
             continue
         lengths = np.stack([above[lo:hi], queries[lo:hi]], 1).ravel()
@@ -199,7 +282,7 @@ def _view_calls(
 
 
 def _shared_calls(
-    own: Int, ancestors: _Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
+    own: Int, ancestors: Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
 ) -> Iterator[SharedCall]:
     chosen = np.flatnonzero(shared)
     lengths = np.diff(own)
@@ -239,6 +322,23 @@ def _row_sum(rows: Int, device: torch.device) -> RowSum:
     return RowSum(rows=unique, offsets=offsets, entries=entries)
 
 
+def _folds(
+    keys: list[RowSum], compact_rows: int, device: torch.device
+) -> tuple[tuple[Fold, ...], int]:
+    total, seen = torch.zeros(2, compact_rows, dtype=torch.int32, device=device)
+    for call in keys:
+        total[call.rows] += 1
+    several = total > 1
+    slot = (several.cumsum(0) - 1) * several
+    folds = []
+    for call in keys:
+        before = seen[call.rows]
+        seen[call.rows] = before + 1
+        last = before + 1 == total[call.rows]
+        folds.append(Fold(slots=slot[call.rows], first=before == 0, last=last))
+    return tuple(folds), int(several.sum())
+
+
 def _bounds(lengths: Int, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
 
@@ -249,13 +349,20 @@ def _ranges(lengths: Int) -> Int:
     return np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
 
 
-def _groups(sizes: Int, budget: int) -> list[tuple[int, int]]:
-    """Consecutive groups that stay within a budget where a single member does."""
-    groups, start, total = [], 0, 0
-    for i, size in enumerate(sizes.tolist()):
-        if i > start and total + size > budget:
+def _groups(sizes: Int, budget: int, tiles: Int | None = None) -> list[tuple[int, int]]:
+    """Consecutive groups that stay within a budget where a single member does.
+
+    Kernels launch as many tiles for each member of a group as for the longest: with tiles given,
+    a group that would launch mostly empty ones is cut as well.
+    """
+    groups, start, total, longest, real = [], 0, 0, 0, 0
+    counts = np.zeros_like(sizes) if tiles is None else tiles
+    for i, (size, count) in enumerate(zip(sizes.tolist(), counts.tolist(), strict=True)):
+        longest, real = max(longest, count), real + count
+        empty = longest * (i + 1 - start) - real
+        if i > start and (total + size > budget or empty > _EMPTY * real + _FEW_TILES):
             groups.append((start, i))
-            start, total = i, 0
+            start, total, longest, real = i, 0, count, count
         total += size
     if start < len(sizes):
         groups.append((start, len(sizes)))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from harts.ops.attention.pieces import RowSum
+from harts.ops.attention.pieces import Fold, RowSum
 
 _BLOCK = 1024
 _BLOCK_HEADS = 8
@@ -23,8 +23,9 @@ def gather_rows(rows: Tensor, at: Tensor, width: int) -> Tensor:
     features = heads * width
     block = min(_GATHERED, triton.next_power_of_2(features))
     _gather_rows_kernel[(len(at), triton.cdiv(features, block))](
-        rows, at, found, features, width, kept, *rows.stride()[:2], block=block
-    )
+        rows, at, found, features, width, kept, *rows.stride()[:2],
+        flat=width == kept == rows.stride(1), block=block,
+    )  # fmt: skip
     return found
 
 
@@ -35,7 +36,21 @@ def add_rows(total: Tensor, packed: Tensor, rows: RowSum) -> None:
     if len(rows.rows):
         _add_rows_kernel[(len(rows.rows), triton.cdiv(features, _BLOCK))](
             total, packed, rows.rows, rows.offsets, rows.entries,
-            features, kept, packed.stride(0), packed.stride(1), block=_BLOCK,
+            features, kept, packed.stride(0), packed.stride(1),
+            flat=packed.stride(1) == kept, block=_BLOCK,
+        )  # fmt: skip
+
+
+def fold_rows(final: Tensor, carried: Tensor, packed: Tensor, rows: RowSum, fold: Fold) -> None:
+    """`packed.fold_rows`; final and carried are contiguous."""
+    heads, kept = final.shape[1:]
+    features = heads * kept
+    if len(rows.rows):
+        _fold_rows_kernel[(len(rows.rows), triton.cdiv(features, _BLOCK))](
+            final, carried, packed, rows.rows, rows.offsets, rows.entries,
+            fold.slots, fold.first, fold.last,
+            features, kept, packed.stride(0), packed.stride(1),
+            flat=packed.stride(1) == kept, block=_BLOCK,
         )  # fmt: skip
 
 
@@ -52,31 +67,57 @@ def merge_rows(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: R
 
 @triton.jit
 def _gather_rows_kernel(
-    rows, at, found, features, width, kept, row_stride, head_stride, block: tl.constexpr
-):
+    rows, at, found, features, width, kept, row_stride, head_stride,
+    flat: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * block + tl.arange(0, block)
-    d = f % width
-    source = rows + tl.load(at + number) * row_stride + f // width * head_stride + d
-    value = tl.load(source, mask=(f < features) & (d < kept), other=0.0)
+    source = rows + tl.load(at + number) * row_stride
+    if flat:  # Without divisions, loads are known to be wide.
+        value = tl.load(source + f, mask=f < features)
+    else:
+        d = f % width
+        source += f // width * head_stride + d
+        value = tl.load(source, mask=(f < features) & (d < kept), other=0.0)
     tl.store(found + number * features + f, value, mask=f < features)
 
 
 @triton.jit
 def _add_rows_kernel(
     total, packed, rows, offsets, entries, features, kept, row_stride, head_stride,
-    block: tl.constexpr,
+    flat: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     f = tl.program_id(1) * block + tl.arange(0, block)
     inside = f < features
-    at = f // kept * head_stride + f % kept
+    at = f if flat else f // kept * head_stride + f % kept
     to = total + tl.load(rows + number) * features + f
     value = tl.load(to, mask=inside, other=0.0).to(tl.float32)
     for i in range(tl.load(offsets + number), tl.load(offsets + number + 1)):
         entry = tl.load(entries + i)
         value += tl.load(packed + entry * row_stride + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(to, value.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _fold_rows_kernel(
+    final, carried, packed, rows, offsets, entries, slots, first, last,
+    features, kept, row_stride, head_stride, flat: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    f = tl.program_id(1) * block + tl.arange(0, block)
+    inside = f < features
+    at = f if flat else f // kept * head_stride + f % kept
+    slot = carried + tl.load(slots + number) * features + f
+    fresh = tl.load(first + number) != 0
+    done = tl.load(last + number) != 0
+    value = tl.load(slot, mask=inside & ~fresh, other=0.0).to(tl.float32)
+    for i in range(tl.load(offsets + number), tl.load(offsets + number + 1)):
+        entry = tl.load(entries + i)
+        value += tl.load(packed + entry * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(slot, value, mask=inside & ~done)
+    to = final + tl.load(rows + number) * features + f
+    tl.store(to, value.to(final.dtype.element_ty), mask=inside & done)
 
 
 @triton.jit

@@ -19,13 +19,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from harts.ops.attention.packed import (
+    TORCH,
+    Kernel,
     add_rows,
-    attend,
-    attend_backward,
+    fold_rows,
     gather_rows,
     merge_rows,
 )
-from harts.ops.attention.pieces import AttentionPlan, PackedKeys, plan_attention
+from harts.ops.attention.pieces import (
+    AttentionPlan,
+    Fold,
+    PackedKeys,
+    Speeds,
+    estimate_seconds,
+    plan_attention,
+)
 from harts.ops.index_cache import derived
 from harts.ops.tree_index import TreeIndex
 
@@ -42,39 +50,73 @@ def attend_tree_varlen(
     index: TreeIndex,
     scale: float,
     workspace_bytes: int = WORKSPACE_BYTES,
+    kernel: Kernel = TORCH,
 ) -> Tensor:
     """`tree_attention` after its checks, for bfloat16 and float16 on a GPU.
 
     Memory beyond inputs, output and gradients: the workspace, or what the longest single path
     needs if that is more, and float32 sums of the gradients.
     """
-    heads, kv_heads, value_dim = query.shape[1], key.shape[1], value.shape[2]
-    width = -(-max(query.shape[2], value_dim) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
-    element = width * query.element_size()
-    # Keys and values copied, their gradients by query head; queries, outputs and gradients of both.
-    key_budget = max(1, workspace_bytes // (element * (2 * kv_heads + 2 * heads)))
-    query_budget = max(1, workspace_bytes // (element * 5 * heads))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    widths = _widths(query.shape[2], value.shape[2], kernel)
+    key_budget = workspace_bytes // key_bytes(query, key, value, kernel)
+    query_budget = workspace_bytes // (query.element_size() * 5 * max(widths) * heads)
+    speeds = _speeds(kernel)
     plan = derived(
         index,
-        f"attention {heads} {kv_heads} {key_budget} {query_budget}",
+        f"attention {heads} {kv_heads} {key_budget} {query_budget} {speeds}",
         partial(
             plan_attention,
             heads=heads,
             kv_heads=kv_heads,
-            key_budget=key_budget,
-            query_budget=query_budget,
+            key_budget=max(1, key_budget),
+            query_budget=max(1, query_budget),
+            speeds=speeds,
         ),
     )
     out: Tensor = _VarlenAttention.apply(  # type: ignore[no-untyped-call]
-        query, key, value, plan, index.compact_rows, width, scale
+        query, key, value, plan, index.compact_rows, kernel, widths, scale
     )
     return out
+
+
+def estimate_varlen(index: TreeIndex, heads: int, kv_heads: int, kernel: Kernel) -> float:
+    """Seconds on an H200, comparable with those of other forms only."""
+    speeds = _speeds(kernel)
+    return derived(
+        index,
+        f"attention estimate {heads} {kv_heads} {speeds}",
+        partial(estimate_seconds, heads=heads, kv_heads=kv_heads, speeds=speeds),
+    )
+
+
+def key_bytes(query: Tensor, key: Tensor, value: Tensor, kernel: Kernel) -> int:
+    """Workspace of one copied key: itself, its value, and the gradients of both."""
+    width = sum(_widths(query.shape[2], value.shape[2], kernel))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    gradients = heads if kernel.one_width else kv_heads
+    # Several query heads that share a key add up in float32.
+    sums = 4 * kv_heads if heads > kv_heads and not kernel.one_width else 0
+    return width * (query.element_size() * (kv_heads + gradients) + sums)
+
+
+def _speeds(kernel: Kernel) -> Speeds:
+    exact = torch.are_deterministic_algorithms_enabled()
+    return kernel.deterministic_speeds if exact else kernel.speeds
+
+
+def _widths(key_dim: int, value_dim: int, kernel: Kernel) -> tuple[int, int]:
+    """Columns that keys and values are padded to."""
+    if kernel.one_width:
+        key_dim = value_dim = max(key_dim, value_dim)
+    key_dim, value_dim = (-(-d // _HEAD_MULTIPLE) * _HEAD_MULTIPLE for d in (key_dim, value_dim))
+    return key_dim, value_dim
 
 
 class _VarlenAttention(torch.autograd.Function):
     """q [R, H, K], k [R, Hkv, K], v [R, Hkv, V] -> [R, H, V]; zeros in padding rows.
 
-    Head dims are padded to one width call by call: zero columns change neither scores nor values.
+    Head dims are padded call by call: zero columns change neither scores nor values.
     """
 
     @staticmethod
@@ -85,33 +127,41 @@ class _VarlenAttention(torch.autograd.Function):
         v: Tensor,
         plan: AttentionPlan,
         compact_rows: int,
-        width: int,
+        kernel: Kernel,
+        widths: tuple[int, int],
         scale: float,
     ) -> Tensor:
         value_dim = v.shape[2]
+        wide, value_wide = widths
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         # Parts are merged in the wider dtype, and rounded once.
         out = q.new_empty(*q.shape[:2], value_dim, dtype=exact if plan.shared else q.dtype)
         out[compact_rows:] = 0
         lse = q.new_empty(q.shape[1], len(q), dtype=exact)
 
-        def run(at: slice | Tensor, packed: PackedKeys) -> tuple[Tensor, Tensor]:
-            part, part_lse = attend(
-                _rows(q, at, width),
-                _rows(k, packed.key_rows, width),
-                _rows(v, packed.key_rows, width),
+        def run(
+            at: slice | Tensor, packed: PackedKeys, into: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            part, part_lse = kernel.attend(
+                _rows(q, at, wide),
+                _rows(k, packed.key_rows, wide),
+                _rows(v, packed.key_rows, value_wide),
                 packed,
                 scale,
+                into,
             )
             return part[..., :value_dim], part_lse
 
         for view in plan.views:
-            out[view.own], lse[:, view.own] = run(view.own, view.packed)
+            into = _target(out[view.own], q.dtype, value_wide)
+            part, lse[:, view.own] = run(view.own, view.packed, into)
+            _settle(out[view.own], part)
         for shared in plan.shared:
             merge_rows(out, lse, *run(shared.query_rows, shared.packed), shared.queries)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.width, ctx.scale = plan, width, scale
+        ctx.plan, ctx.compact_rows = plan, compact_rows
+        ctx.kernel, ctx.widths, ctx.scale = kernel, widths, scale
         return out
 
     @staticmethod
@@ -119,33 +169,55 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        width: int = ctx.width
-        # One call's sums are final; several add up in the wider dtype of the log-sum-exp.
-        several = len(plan.views) + len(plan.shared) > 1
-        grad_q = torch.zeros_like(q, dtype=lse.dtype if plan.shared else q.dtype)
-        grad_k = torch.zeros_like(k, dtype=lse.dtype if several else k.dtype)
-        grad_v = torch.zeros_like(v, dtype=lse.dtype if several else v.dtype)
+        kernel: Kernel = ctx.kernel
+        wide, value_wide = ctx.widths
+        rows: int = ctx.compact_rows
+        grad_q, grad_k, grad_v = (
+            torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+            for t, dtype in ((q, lse.dtype if plan.shared else q.dtype), (k, k.dtype), (v, v.dtype))
+        )
+        for t in (grad_q, grad_k, grad_v):
+            t[rows:] = 0
+        # What several calls reach adds up in the wider dtype of the log-sum-exp.
+        carried_k, carried_v = (lse.new_empty(max(1, plan.slots), *t.shape[1:]) for t in (k, v))
 
-        def run(at: slice | Tensor, packed: PackedKeys) -> Tensor:
-            part_q, part_k, part_v = attend_backward(
-                _rows(grad, at, width),
-                _rows(q, at, width),
-                _rows(k, packed.key_rows, width),
-                _rows(v, packed.key_rows, width),
-                _rows(out, at, width),
+        def run(
+            at: slice | Tensor, packed: PackedKeys, fold: Fold, into: Tensor | None = None
+        ) -> Tensor:
+            part_q, part_k, part_v = kernel.attend_backward(
+                _rows(grad, at, value_wide),
+                _rows(q, at, wide),
+                _rows(k, packed.key_rows, wide),
+                _rows(v, packed.key_rows, value_wide),
+                _rows(out, at, value_wide),
                 lse[:, at].contiguous(),
                 packed,
                 ctx.scale,
+                into,
             )
-            add_rows(grad_k, part_k, packed.keys)
-            add_rows(grad_v, part_v, packed.keys)
+            fold_rows(grad_k, carried_k, part_k, packed.keys, fold)
+            fold_rows(grad_v, carried_v, part_v, packed.keys, fold)
             return part_q
 
-        for view in plan.views:
-            grad_q[view.own] = run(view.own, view.packed)[..., : q.shape[2]]
-        for shared in plan.shared:
-            add_rows(grad_q, run(shared.query_rows, shared.packed), shared.queries)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), *(None,) * 4
+        folds = iter(plan.folds)
+        for view, fold in zip(plan.views, folds, strict=False):
+            into = _target(grad_q[view.own], q.dtype, wide)
+            part = run(view.own, view.packed, fold, into)
+            _settle(grad_q[view.own], part[..., : q.shape[2]])
+        for shared, fold in zip(plan.shared, folds, strict=True):
+            add_rows(grad_q, run(shared.query_rows, shared.packed, fold), shared.queries)
+        return grad_q.to(q.dtype), grad_k, grad_v, *(None,) * 5
+
+
+def _target(rows: Tensor, dtype: torch.dtype, width: int) -> Tensor | None:
+    """Rows that a kernel can write its result to, if it is of this dtype and width."""
+    return rows if rows.dtype == dtype and rows.shape[2] == width else None
+
+
+def _settle(rows: Tensor, found: Tensor) -> None:
+    """Copy a result to its rows, unless the kernel wrote it there."""
+    if rows.data_ptr() != found.data_ptr():
+        rows.copy_(found)
 
 
 def _rows(rows: Tensor, at: slice | Tensor, width: int) -> Tensor:

@@ -71,10 +71,4 @@ class _FusedConvolution(torch.autograd.Function):
         grad_x, grad_weight, grad_bias = triton_kernels.backward(
             grad.contiguous(), x, weight, bias, ctx.tables, ctx.silu
         )
-        return (
-            grad_x,
-            grad_weight.to(weight.dtype),
-            None if bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        return grad_x, grad_weight, grad_bias, None, None

@@ -83,7 +83,7 @@ class _TreeConvolution(torch.autograd.Function):
         for a in range(0, compact_rows, _BLOCK_ROWS):
             b = min(a + _BLOCK_ROWS, compact_rows)
             torch.mul(x[a:b], taps[0], out=out[a:b])
-            for d in range(1, len(taps)):
+            for d in range(1, min(len(taps), b)):
                 lo = max(a, d)
                 out[lo:b].addcmul_(x[lo - d : b - d], taps[d])
         out[heads] = sum(
@@ -110,7 +110,7 @@ class _TreeConvolution(torch.autograd.Function):
         plain = grad.index_fill(0, heads, 0.0)
         for a in range(0, ctx.compact_rows, _BLOCK_ROWS):
             b = min(a + _BLOCK_ROWS, ctx.compact_rows)
-            for d in range(len(taps)):
+            for d in range(min(len(taps), b)):
                 lo = max(a, d)
                 block = plain[lo:b]
                 grad_x[lo - d : b - d].addcmul_(block, taps[d])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,8 +23,6 @@ FLA_VERSION = "0.6.0"
 _GPU_DTYPES = (torch.bfloat16, torch.float16)
 _GPU_DIMS = (64, 128, 256)
 _GPU_CHUNK_SIZES = {"KDA": (32, 64), "Gated DeltaNet": (64,)}
-
-_TRUSTED_TRITON = [3, 7, 1]
 
 _logger = logging.getLogger("harts.ops.delta_rule")
 _override: ContextVar[Backend | None] = ContextVar("delta_rule_backend", default=None)
@@ -59,8 +56,7 @@ def choose_backend(
     - `split`: GPU, chunk kernels once for all rounds, only the state pass by rounds.
 
     The choice is `backend` if given, else that of `delta_rule_backend`, else `split` on a GPU that
-    can run it and `reference` elsewhere. Gated DeltaNet on Hopper with a Triton before 3.7.1 runs
-    on a GPU form by name only: two runs of one large tree were seen to differ there.
+    can run it and `reference` elsewhere.
 
     Raises:
         UnsupportedError: a GPU form is asked for by name and cannot run, or another version of
@@ -79,7 +75,6 @@ def choose_backend(
                 "backend 'reference'."
             )
         return asked
-    reason = reason or _why_not_trusted(query, log_decay)
     chosen: Backend = "reference" if reason else "split"
     _log_once(chosen, reason or "a GPU, fla and shapes that its kernels take")
     return chosen
@@ -121,22 +116,6 @@ def _why_not(query: Tensor, value: Tensor, log_decay: Tensor, chunk_size: int) -
     if _fla_version() is None:
         return f"fla-core is not installed (version {FLA_VERSION})"
     return None
-
-
-def _why_not_trusted(query: Tensor, log_decay: Tensor) -> str | None:
-    """Why a GPU form that can run is not chosen unasked, as a clause.
-
-    flash-linear-attention, which has the kernels, refuses them there too (its issue 640).
-    """
-    found = _version("triton") or "none"
-    numbers = [int(number) for number in re.findall(r"\d+", found)[:3]]
-    if log_decay.dim() == 3 or numbers >= _TRUSTED_TRITON or not _is_hopper(query.device):
-        return None
-    return f"Triton {found} is not trusted with Gated DeltaNet's backward on Hopper; 3.7.1 is"
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _fla_version() -> str | None:

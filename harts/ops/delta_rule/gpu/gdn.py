@@ -1,4 +1,4 @@
-"""Gated DeltaNet inside chunks, for all chunks of all rounds at once, through fla 0.6.0's kernels.
+"""Gated DeltaNet inside chunks, for all chunks of all rounds: fla 0.6.0's kernels, and one of ours.
 
 Shapes: P buffer rows · Z chunks · B chunk length · H query/key heads · G value heads · K key dim ·
 V value dim.
@@ -7,11 +7,7 @@ V value dim.
 from __future__ import annotations
 
 import torch
-from fla.ops.common.chunk_o import (
-    chunk_bwd_kernel_dqkwg,
-    chunk_bwd_kernel_dv_local,
-    chunk_fwd_kernel_o,
-)
+from fla.ops.common.chunk_o import chunk_bwd_kernel_dv_local, chunk_fwd_kernel_o
 from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_kkt_solve_kernel
 from fla.ops.gated_delta_rule.wy_fast import prepare_wy_repr_bwd_kernel, recompute_w_u_fwd_kernel
 from fla.ops.utils.constant import RCP_LN2
@@ -29,6 +25,7 @@ from harts.ops.delta_rule.gpu.parts import (
     launch,
     sum_groups,
 )
+from harts.ops.delta_rule.gpu.triton_kernels import scalar_gate_gradients
 
 # Fastest for H = 16, G = 32, K = V = 128 on an H200 of those that were tried; kept for all shapes.
 _CUMSUM = Config(warps=1)
@@ -37,6 +34,7 @@ _EXPAND = Config(warps=4, stages=3)
 _OUTPUT = Config(warps=4)
 _LOCAL_GRADIENT = Config(warps=2, stages=3)
 _STATE_GRADIENT = Config(warps=4)
+_STATE_BLOCK = 64
 _SOLVE_GRADIENT = Config(warps=4, stages=3)
 
 
@@ -214,40 +212,35 @@ class GatedDeltaNet:
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> None:
         """Gradients of query, key, W and summed decay through outputs and states."""
-        _, groups, key_dim, value_dim, _ = self.sizes
+        heads, groups, key_dim, value_dim, chunk = self.sizes
         at, rows = part.rows, part.chunk_list.rows
-        # Triton before 3.7.1 miscompiles this kernel on Hopper with blocks of 64 (and of 32) key
-        # channels (flash-linear-attention issue 640), and fla's own launcher refuses to run it
-        # there. Blocks of 128 are right, also half masked.
-        block = 128
-        blocks = -(-key_dim // block)
+        blocks = key_dim // _STATE_BLOCK
         decay_blocks = empty(targets[3], blocks, rows, groups)
-        launch(
-            chunk_bwd_kernel_dqkwg,
-            (blocks * part.count, groups),
-            _STATE_GRADIENT,
-            q=part.columns.query,
-            k=part.columns.key,
-            v=values[at],
-            g=kept.decay[at],
-            g_gamma=None,
-            h=states[part.chunks],
-            do=grad_output[at],
-            dh=passed.states[part.chunks],
-            dq=targets[0],
-            dk=targets[1],
-            dw=targets[2],
-            dv=passed.values[at],
-            dg=decay_blocks,
-            scale=self.scale,
-            B=1,
-            BK=block,
-            BV=min(64, value_dim),
-            USE_G=True,
-            USE_G_GAMMA=False,
-            USE_DW=True,
-            STATE_V_FIRST=False,
-            **part.arguments(self.sizes),
+        # Not fla's kernel, whose gradient of W does not repeat on Hopper: see ours.
+        scalar_gate_gradients[blocks * part.count, groups](
+            part.columns.query,
+            part.columns.key,
+            values[at],
+            kept.decay[at],
+            states[part.chunks],
+            grad_output[at],
+            passed.values[at],
+            passed.states[part.chunks],
+            *targets[:3],
+            decay_blocks,
+            part.chunk_list.cu_seqlens,
+            part.chunk_list.chunks,
+            self.scale,
+            rows,
+            heads=heads,
+            groups=groups,
+            key_dim=key_dim,
+            value_dim=value_dim,
+            chunk_size=chunk,
+            block=_STATE_BLOCK,
+            value_block=_STATE_BLOCK,
+            num_warps=_STATE_GRADIENT.warps,
+            num_stages=_STATE_GRADIENT.stages,
         )
         torch.sum(decay_blocks, 0, out=targets[3][:rows])
 

@@ -1,9 +1,9 @@
-"""Triton kernels that carry the state from chunk to chunk, and fold gradients of copied rows.
+"""Triton kernels that carry the state from chunk to chunk, and two that work beside them.
 
-A program owns one sequence, one value head and a block of value channels, and keeps its part of
-the state in float32 registers. It walks pieces, and inside a piece chunks. All loop bounds are
-loaded inside the loops: Triton 3.6 loses a carried scalar that is only a nested loop's bound
-(triton-lang/triton pull request 9036).
+In a state pass a program owns one sequence, one value head and a block of value channels, and
+keeps its part of the state in float32 registers. It walks pieces, and inside a piece chunks. All
+loop bounds are loaded inside the loops: Triton 3.6 loses a carried scalar that is only a nested
+loop's bound (triton-lang/triton pull request 9036).
 
 Shapes: P buffer rows · Q sequences · U pieces · L bank slots · Z chunks · B chunk length ·
 H query/key heads · G value heads · K key dim · V value dim.
@@ -223,6 +223,104 @@ def state_backward(
             )
             grad += tl.dot(queries, outputs) * scale - tl.dot(w_tile, values.to(w_tile.dtype))
     tl.store(grad_initial + (walk.to(tl.int64) * groups + group) * size + state_tile, grad)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def scalar_gate_gradients(
+    query,
+    key,
+    values,
+    decay,
+    states,
+    grad_output,
+    grad_values,
+    grad_states,
+    grad_query,
+    grad_key,
+    grad_w,
+    grad_decay,
+    cu_seqlens,
+    chunks,
+    scale,
+    rows,
+    heads: tl.constexpr,
+    groups: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    chunk_size: tl.constexpr,
+    block: tl.constexpr,
+    value_block: tl.constexpr,
+):
+    """Gradients of q, k, W and summed decay of each chunk, given those of D and of its end state.
+
+    query and key [P, heads, K]; values and its gradient [P, G, V]; decay [P, G]; states and their
+    gradients [Z, G, K, V]; grad_query, grad_key, grad_w [P, G, K]; grad_decay [n, rows, G], one a
+    block of key channels. W enters as D = U - W S, so its gradient is -dD S^T.
+
+    The states are read twice on purpose. A tile that a matrix product reads from shared memory
+    while other arithmetic uses it too gets one buffer less in Triton's pipeline (3.6, 3.7.1), and
+    the next tile lands in it before the product has ended.
+    """
+    blocks: tl.constexpr = key_dim // block
+    chunk = tl.program_id(0) // blocks
+    key_block = tl.program_id(0) % blocks
+    group = tl.program_id(1)
+    head = group // (groups // heads)
+    segment = tl.load(chunks + 2 * chunk)
+    start = tl.load(cu_seqlens + segment) + tl.load(chunks + 2 * chunk + 1) * chunk_size
+    length = tl.minimum(tl.load(cu_seqlens + segment + 1) - start, chunk_size)
+
+    o_b = tl.arange(0, chunk_size)
+    o_k = key_block * block + tl.arange(0, block)
+    inside = o_b < length
+    row = (start + o_b).to(tl.int64)
+    of_group = row * groups + group
+    of_head = (row * heads + head)[:, None] * key_dim + o_k[None, :]
+    state = (chunk.to(tl.int64) * groups + group) * key_dim * value_dim
+
+    scores = tl.zeros([chunk_size, chunk_size], dtype=tl.float32)
+    to_query = tl.zeros([chunk_size, block], dtype=tl.float32)
+    to_key = tl.zeros([chunk_size, block], dtype=tl.float32)
+    to_w = tl.zeros([chunk_size, block], dtype=tl.float32)
+    for first in range(0, value_dim, value_block):
+        o_v = first + tl.arange(0, value_block)
+        tile = of_group[:, None] * value_dim + o_v[None, :]
+        across = state + o_k[None, :] * value_dim + o_v[:, None]
+        delta = tl.load(values + tile, mask=inside[:, None], other=0.0)
+        upstream = tl.load(grad_output + tile, mask=inside[:, None], other=0.0)
+        before = tl.load(states + across)
+        after = tl.load(grad_states + across)
+        scores = tl.dot(upstream, tl.trans(delta), scores)
+        to_query = tl.dot(upstream, before, to_query)
+        to_key = tl.dot(delta, after, to_key)
+        to_delta = tl.load(grad_values + tile, mask=inside[:, None], other=0.0)
+        to_w = tl.dot(to_delta, before, to_w)
+    out = of_group[:, None] * key_dim + o_k[None, :]
+    tl.store(grad_w + out, -to_w.to(grad_w.dtype.element_ty), mask=inside[:, None])
+
+    kept = tl.zeros([block], dtype=tl.float32)
+    for first in range(0, value_dim, value_block):
+        along = state + o_k[:, None] * value_dim + (first + tl.arange(0, value_block))[None, :]
+        kept += tl.sum(tl.load(states + along).to(tl.float32) * tl.load(grad_states + along), 1)
+
+    queries = tl.load(query + of_head, mask=inside[:, None], other=0.0)
+    keys = tl.load(key + of_head, mask=inside[:, None], other=0.0)
+    sofar = tl.load(decay + of_group, mask=inside, other=0.0)
+    end = tl.load(decay + (start + length - 1).to(tl.int64) * groups + group)
+    to_query = to_query * (tl.math.exp2(sofar) * scale)[:, None]
+    to_key = to_key * tl.where(inside, tl.math.exp2(end - sofar), 0.0)[:, None]
+    to_end = tl.sum(kept) * tl.math.exp2(end) + tl.sum(to_key * keys)
+    earlier = (o_b[:, None] >= o_b[None, :]) & inside[:, None] & inside[None, :]
+    scores = tl.where(earlier, scores * tl.math.exp2(sofar[:, None] - sofar[None, :]), 0.0) * scale
+    scores = scores.to(keys.dtype)
+    to_query = tl.dot(scores, keys, to_query)
+    to_key = tl.dot(tl.trans(scores), queries, to_key)
+    to_decay = tl.sum(to_query * queries, 1) - tl.sum(to_key * keys, 1)
+    to_decay += tl.where(o_b == length - 1, to_end, 0.0)
+    tl.store(grad_query + out, to_query.to(grad_query.dtype.element_ty), mask=inside[:, None])
+    tl.store(grad_key + out, to_key.to(grad_key.dtype.element_ty), mask=inside[:, None])
+    at = grad_decay + (key_block.to(tl.int64) * rows) * groups + of_group
+    tl.store(at, to_decay, mask=inside)
 
 
 @triton.jit

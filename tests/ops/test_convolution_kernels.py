@@ -1,0 +1,11 @@
+"""Triton kernels of the tree convolution in Triton's interpreter: their logic, without a GPU."""
+
+import pytest
+
+from tests.ops.interpreter import run_interpreted
+
+
+def test_kernels_agree_with_plain_pytorch_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="needs triton, which comes with GPU builds of torch")
+    for name, errors in run_interpreted("convolution_interpreted").items():
+        assert max(errors.values()) < 5e-6, (name, errors)

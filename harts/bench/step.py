@@ -131,9 +131,10 @@ def measure_step(
 def _policy(bench: StepBench) -> TreePolicy:
     with torch.device(bench.device):
         model = build_model(bench.model)
+    policy = prepare(model)
     if bench.device != "cpu":
         model.set_experts_implementation("grouped_mm")
-    policy = prepare(model)
+        policy.compile_layers()
     policy.set_recomputation(True)
     return policy
 

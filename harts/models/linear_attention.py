@@ -17,11 +17,21 @@ from harts.ops.tree_index import TreeIndex
 _L2_NORM_EPSILON = 1e-6
 
 
+def l2_normalise(x: Tensor) -> Tensor:
+    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
+    return scaled.to(x.dtype)
+
+
 class TreeLayer(nn.Module):
     """Put before a library's layer class: with ``tree`` the layer runs compact rows.
 
     Without, its forward is the library's own, so the model generates as before.
     """
+
+    normalise = staticmethod(l2_normalise)
+    """Of queries and keys."""
 
     def forward(
         self, hidden_states: Tensor, *args: Any, tree: TreeIndex | None = None, **kwargs: Any
@@ -50,8 +60,8 @@ def kimi_delta_attention(
     mixed = torch.cat([layer.q_proj(rows), layer.k_proj(rows), layer.v_proj(rows)], dim=-1)
     query, key, value = _convolve(layer, mixed, tree).chunk(3, dim=-1)
     return tree_delta_rule(
-        l2_normalise(query.view(heads)),
-        l2_normalise(key.view(heads)),
+        layer.normalise(query.view(heads)),
+        layer.normalise(key.view(heads)),
         value.view(heads),
         layer.forget_gate(hidden)[0],
         torch.sigmoid(layer.b_proj(rows)),
@@ -76,8 +86,8 @@ def gated_delta_net(
     query, key, value = torch.split(_convolve(layer, mixed, tree), dims, dim=-1)
     rows = mixed.shape[0]
     return tree_delta_rule(
-        l2_normalise(query.reshape(rows, -1, layer.head_k_dim)),
-        l2_normalise(key.reshape(rows, -1, layer.head_k_dim)),
+        layer.normalise(query.reshape(rows, -1, layer.head_k_dim)),
+        layer.normalise(key.reshape(rows, -1, layer.head_k_dim)),
         value.reshape(rows, -1, layer.head_v_dim),
         -layer.A_log.float().exp() * F.softplus(decay.float() + layer.dt_bias),
         beta,
@@ -89,13 +99,6 @@ def normalised_output(norm: nn.Module, output: Tensor, gate: Tensor) -> Tensor:
     """The library's gated norm of [R, G, V] by a gate of as many numbers, as [1, R, G V]."""
     normalised: Tensor = norm(output.flatten(0, 1), gate.reshape(-1, output.shape[-1]))
     return normalised.view(1, output.shape[0], -1)
-
-
-def l2_normalise(x: Tensor) -> Tensor:
-    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
-    return scaled.to(x.dtype)
 
 
 def _convolve(layer: Any, mixed: Tensor, tree: TreeIndex) -> Tensor:

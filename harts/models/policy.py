@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from harts.errors import InputError, UnsupportedError
 from harts.layout import CompactLayout
 from harts.models.families import ModelFamily, family_of
+from harts.models.linear_attention import TreeLayer, l2_normalise
 from harts.ops.attention import tree_attention
 from harts.ops.logprobs import mapped_logprobs
 from harts.ops.router import RouterStatistics, router_statistics, updated_expert_bias
@@ -25,6 +26,8 @@ from harts.ops.tree_index import TreeIndex
 
 ATTENTION_NAME = "harts_tree"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
+_COMPILED = ("RMSNorm", "RMSNormGated", "ForgetGate", "MLP")
+"""How the library names the classes that are chains of elementwise work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,6 +109,19 @@ class TreePolicy(nn.Module):
             self.model.activation_checkpointing_enable(
                 {"use_reentrant": False, "context_fn": lambda: (nullcontext(), scope())}
             )
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """Let ``torch.compile`` fuse norms, gates and MLPs, for as long as this policy lives.
+
+        Each is a chain of small kernels on a GPU otherwise. Layers of one kind share one
+        compilation, which serves any number of rows; the first step pays for it. Results differ
+        by rounding from those without.
+        """
+        for module in self.model.modules():
+            if type(module).__name__.endswith(_COMPILED):
+                module.compile(dynamic=True, backend=backend)
+            if isinstance(module, TreeLayer):
+                module.normalise = torch.compile(l2_normalise, dynamic=True, backend=backend)
 
     def _check(self, layout: CompactLayout) -> None:
         if layout.chunk_size != self.family.chunk_size:

@@ -20,7 +20,7 @@ from harts.models.linear_attention import TreeLayer
 from harts.objectives import GRPO, PPO, PolicyObjective, prepare_step
 from harts.planning.step import plan_step
 from harts.training.step import RouterLosses, run_step
-from tests.forests import hard_tree
+from tests.forests import hard_tree, lay_out
 
 VOCABULARY = 50
 BOUND = 1e-9
@@ -90,6 +90,30 @@ def test_every_kind_of_linear_layer_has_a_tree_form_and_slow_heads(model_type: s
     prepared = prepare(model).model
     trees = [m for m in prepared.modules() if isinstance(m, TreeLayer)]
     assert len(trees) == kinds.count("linear_attention")
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])
+def test_compiled_layers_give_the_same_step_and_share_compilations(model_type: str) -> None:
+    _, _, layout = lay_out(hard_tree(VOCABULARY), chunk_size=64)
+    results = []
+    torch.compiler.reset()
+    for compiled in (False, True):
+        policy = prepare(small(model_type).train())
+        policy.set_recomputation(True)
+        if compiled:
+            torch._dynamo.utils.counters.clear()
+            # Traces as inductor does, and runs without compiling C++.
+            policy.compile_layers(backend="aot_eager")
+        output = policy(layout)
+        output.logprobs.sum().backward()
+        results.append((output.logprobs.detach(), gradients(policy.model)))
+    (plain, plain_gradients), (fused, fused_gradients) = results
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+    row = compare_gradients(fused_gradients, plain_gradients, label="compiled", bound=1e-3)
+    assert row.passed, f"{row.name}: {row.error:.1e}"
+    found = torch._dynamo.utils.counters
+    assert not found["graph_break"]
+    assert 3 <= found["stats"]["unique_graphs"] <= 10, "one a kind of layer, not one a layer"
 
 
 def test_an_unknown_model_is_refused_with_the_supported_ones() -> None:

@@ -9,13 +9,12 @@ from torch import Tensor
 from transformers import BailingHybridConfig, BailingHybridForCausalLM
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
     BailingHybridDeltaAttention,
-    BailingHybridForgetGate,
     BailingHybridTopkRouter,
 )
 
 from harts.models.families import ModelFamily
 from harts.models.linear_attention import TreeLayer, kimi_delta_attention, normalised_output
-from harts.models.random_weights import draw_wide, slow_half_of_the_heads
+from harts.models.random_weights import drawn
 from harts.ops.tree_index import TreeIndex
 
 
@@ -61,12 +60,7 @@ def small_model(vocabulary: int) -> BailingHybridForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    model = BailingHybridForCausalLM(config)
-    draw_wide(model)
-    for module in model.modules():
-        if isinstance(module, BailingHybridForgetGate):
-            slow_half_of_the_heads(module, module.num_heads)
-    return model
+    return drawn(BailingHybridForCausalLM(config))
 
 
 FAMILY = ModelFamily(

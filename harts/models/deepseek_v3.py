@@ -4,7 +4,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from harts.models.families import ModelFamily
-from harts.models.random_weights import draw_wide
+from harts.models.random_weights import drawn
 
 
 def small_model(vocabulary: int) -> DeepseekV3ForCausalLM:
@@ -32,9 +32,7 @@ def small_model(vocabulary: int) -> DeepseekV3ForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    model = DeepseekV3ForCausalLM(config)
-    draw_wide(model)
-    return model
+    return drawn(DeepseekV3ForCausalLM(config))
 
 
 FAMILY = ModelFamily(

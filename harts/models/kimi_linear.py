@@ -9,13 +9,12 @@ from torch import Tensor
 from transformers import KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.kimi_linear.modeling_kimi_linear import (
     KimiLinearDeltaAttention,
-    KimiLinearForgetGate,
     KimiLinearTopkRouter,
 )
 
 from harts.models.families import ModelFamily
 from harts.models.linear_attention import TreeLayer, kimi_delta_attention, normalised_output
-from harts.models.random_weights import draw_wide, slow_half_of_the_heads
+from harts.models.random_weights import drawn
 from harts.ops.tree_index import TreeIndex
 
 
@@ -58,12 +57,7 @@ def small_model(vocabulary: int) -> KimiLinearForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    model = KimiLinearForCausalLM(config)
-    draw_wide(model)
-    for module in model.modules():
-        if isinstance(module, KimiLinearForgetGate):
-            slow_half_of_the_heads(module, module.num_heads)
-    return model
+    return drawn(KimiLinearForCausalLM(config))
 
 
 FAMILY = ModelFamily(

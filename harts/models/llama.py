@@ -3,7 +3,7 @@
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harts.models.families import ModelFamily
-from harts.models.random_weights import draw_wide
+from harts.models.random_weights import drawn
 
 
 def small_model(vocabulary: int) -> LlamaForCausalLM:
@@ -20,9 +20,7 @@ def small_model(vocabulary: int) -> LlamaForCausalLM:
         eos_token_id=None,
         attn_implementation="eager",
     )
-    model = LlamaForCausalLM(config)
-    draw_wide(model)
-    return model
+    return drawn(LlamaForCausalLM(config))
 
 
 FAMILY = ModelFamily(model_type="llama", small_model=small_model)

@@ -12,7 +12,7 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGated
 
 from harts.models.families import ModelFamily
 from harts.models.linear_attention import TreeLayer, gated_delta_net, normalised_output
-from harts.models.random_weights import draw_wide, slow_half_of_the_heads
+from harts.models.random_weights import GATED_DELTA_NET, drawn
 from harts.ops.tree_index import TreeIndex
 
 
@@ -31,28 +31,10 @@ class TreeOlmoHybridGatedDeltaNet(TreeLayer, OlmoHybridGatedDeltaNet):  # type: 
 
 def small_model(vocabulary: int) -> OlmoHybridForCausalLM:
     """Two Gated DeltaNet layers around one of attention; for checks and tests."""
-    config = OlmoHybridConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=12,
-        linear_value_head_dim=16,
-        pad_token_id=None,
-        eos_token_id=None,
-        attn_implementation="eager",
-    )
-    model = OlmoHybridForCausalLM(config)
-    draw_wide(model)
-    for module in model.modules():
-        if isinstance(module, OlmoHybridGatedDeltaNet):
-            slow_half_of_the_heads(module, module.num_v_heads)
-    return model
+    shape = {k: v for k, v in GATED_DELTA_NET.items() if k != "head_dim"}
+    shape |= {"num_key_value_heads": 4, "linear_num_value_heads": 2, "linear_value_head_dim": 16}
+    config = OlmoHybridConfig(vocab_size=vocabulary, pad_token_id=None, eos_token_id=None, **shape)
+    return drawn(OlmoHybridForCausalLM(config))
 
 
 FAMILY = ModelFamily(

@@ -3,7 +3,7 @@
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from harts.models.families import ModelFamily
-from harts.models.random_weights import draw_wide
+from harts.models.random_weights import drawn
 
 
 def small_model(vocabulary: int) -> Qwen3ForCausalLM:
@@ -18,9 +18,7 @@ def small_model(vocabulary: int) -> Qwen3ForCausalLM:
         head_dim=16,
         attn_implementation="eager",
     )
-    model = Qwen3ForCausalLM(config)
-    draw_wide(model)
-    return model
+    return drawn(Qwen3ForCausalLM(config))
 
 
 FAMILY = ModelFamily(model_type="qwen3", small_model=small_model)

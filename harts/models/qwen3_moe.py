@@ -4,7 +4,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from harts.models.families import ModelFamily
-from harts.models.random_weights import draw_wide
+from harts.models.random_weights import drawn
 
 
 def small_model(vocabulary: int) -> Qwen3MoeForCausalLM:
@@ -25,9 +25,7 @@ def small_model(vocabulary: int) -> Qwen3MoeForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    model = Qwen3MoeForCausalLM(config)
-    draw_wide(model)
-    return model
+    return drawn(Qwen3MoeForCausalLM(config))
 
 
 FAMILY = ModelFamily(

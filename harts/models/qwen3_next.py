@@ -15,7 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from harts.models.families import ModelFamily
 from harts.models.linear_attention import TreeLayer, gated_delta_net, normalised_output
-from harts.models.random_weights import draw_wide, slow_half_of_the_heads
+from harts.models.random_weights import GATED_DELTA_NET, SOFTMAX_MOE, drawn
 from harts.ops.tree_index import TreeIndex
 
 
@@ -35,34 +35,11 @@ class TreeQwen3NextGatedDeltaNet(TreeLayer, Qwen3NextGatedDeltaNet):  # type: ig
 
 
 def small_model(vocabulary: int) -> Qwen3NextForCausalLM:
-    """Two Gated DeltaNet layers around one of attention, all MoE; for checks and tests."""
+    """The first layer dense, the others MoE; for checks and tests."""
     config = Qwen3NextConfig(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=12,
-        linear_value_head_dim=8,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        attn_implementation="eager",
-        experts_implementation="eager",
+        vocab_size=vocabulary, mlp_only_layers=[0], **GATED_DELTA_NET, **SOFTMAX_MOE
     )
-    model = Qwen3NextForCausalLM(config)
-    draw_wide(model)
-    for module in model.modules():
-        if isinstance(module, Qwen3NextGatedDeltaNet):
-            slow_half_of_the_heads(module, module.num_v_heads)
-    return model
+    return drawn(Qwen3NextForCausalLM(config))
 
 
 FAMILY = ModelFamily(

@@ -79,6 +79,8 @@ def load_policy(model: str, vocabulary: int, dtype: Precision, device: str) -> T
     """
     if device not in ("cpu", "cuda"):
         raise InputError(f"device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("no GPU was found; run on one, or give --device cpu")
     if model == "table-1":
         config = ModelConfig(model_type="bailing_hybrid", config=TABLE_1_MODEL, dtype=dtype)
         with torch.device(device):
@@ -107,6 +109,8 @@ def measure_replay(
             experts under rounding does not drown the rest.
         progress: told what runs.
     """
+    if batch.raw_tokens == len(batch):
+        raise InputError("no trajectory has a second token: there is nothing that is predicted")
     shared = plan_step(batch, replicas=1, capacity=capacity)
     baseline = plan_step(batch, replicas=1, capacity=capacity, share=False)
     other = max(capacity // 2, int(batch.lengths.max()))

@@ -96,6 +96,7 @@ def step(
     from harts.bench.measure import commit, environment
     from harts.bench.ops import gpu_environment
     from harts.bench.step import StepBench, measure_step, model_named
+    from harts.errors import PlanError
     from harts.synth import synthesize
     from harts.trajectories import read_trajectories
 
@@ -109,7 +110,11 @@ def step(
             microbatches=microbatches,
             repeats=repeats,
         )
-        results, measured = measure_step(batch, chosen, status.update)
+        try:
+            results, measured = measure_step(batch, chosen, status.update)
+        except PlanError as error:
+            hint = "" if data else " The workload is table2-1; --data FILE gives another."
+            raise PlanError(f"{error}{hint}") from error
     options = {"model": model, "device": device, "microbatches": microbatches, "capacity": capacity}
     words = [f"--data {f.name}" for f in data or ()]
     words += [f"--{name} {value}" for name, value in options.items()]

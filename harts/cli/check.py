@@ -35,6 +35,7 @@ def check(
     from transformers.utils import logging
 
     from harts.checking import CheckOptions, check_batch, model_builder
+    from harts.excerpts import bounded_excerpt
     from harts.synth import synthesize
     from harts.trajectories import read_trajectories
 
@@ -48,7 +49,9 @@ def check(
         "synthetic (tiny)": synthesize("tiny", seed)
     }
     for name, batch in batches.items():
-        table = Table(title=f"{name}: compact against each trajectory alone, float64")
+        sample = bounded_excerpt(batch, tokens)
+        size = f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens"
+        table = Table(title=f"{name}: compact against each trajectory alone, float64; {size}")
         # Narrow terminals break the names of parameters, which nobody could guess from a part.
         table.add_column("compared", overflow="fold")
         table.add_column("largest\nrelative error", justify="right", no_wrap=True)

@@ -72,15 +72,17 @@ def fidelity(
 
 def _show(console: Console, report: "ReplayReport", title: str) -> None:
     names = list(report.mean_cosine)
-    table = Table(title=f"Error against baseline A by handoff depth: {title}")
-    table.add_column("depth", justify="right")
-    table.add_column("positions", justify="right")
-    for what in ("symmetric KL", "|NLL difference|"):
-        for name in names:
-            table.add_column(f"{what}\n{name}", justify="right")
-    for row in report.depths:
-        errors = [of[name] for of in (row.symmetric_kl, row.nll_difference) for name in names]
-        table.add_row(str(row.depth), f"{row.positions:,}", *(f"{e:.2e}" for e in errors))
-    console.print(table)
+    console.print(f"Error against baseline A by handoff depth: {title}")
+    for what, errors in (
+        ("symmetric KL, nats", [row.symmetric_kl for row in report.depths]),
+        ("|NLL difference|, nats", [row.nll_difference for row in report.depths]),
+    ):
+        table = Table(title=what)
+        for column in ("depth", "positions", *names):
+            table.add_column(column, justify="right", no_wrap=True)
+        for row, of in zip(report.depths, errors, strict=True):
+            found = (f"{of[name]:.2e}" for name in names)
+            table.add_row(str(row.depth), f"{row.positions:,}", *found)
+        console.print(table)
     for name in names:
         console.print(f"mean cosine of logits, {name}: {report.mean_cosine[name]:.10f}")

@@ -68,7 +68,7 @@ def _show(step: StepPlan, trajectories: int) -> None:
     for name, value in (
         ("trajectories", f"{trajectories:,}"),
         ("tokens, each trajectory alone", f"{step.raw_tokens:,}"),
-        ("tokens, shared across microbatches of the plan", f"{work:,}"),
+        ("tokens, shared within microbatches", f"{work:,}"),
         ("compression", f"{step.raw_tokens / work:.3f} x"),
         ("lower bound on the plan's tokens (gap)", f"{step.lower_bound:,} ({gap:.2%})"),
         ("microbatches = slots x replicas", f"{step.slots} x {step.replicas}"),

@@ -27,6 +27,8 @@ from harts.planning.trie import PrefixTrie
 from harts.trajectories import TrajectoryBatch
 
 PLAN_VERSION = 1
+MOST_REPLICAS = 1 << 16
+"""Replicas that are filled up; each costs memory, and without fillers N bounds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -208,6 +210,11 @@ def _check_arguments(
         raise PlanError(
             f"replicas, capacity and chunk_size must be at least 1; got replicas={replicas}, "
             f"capacity={capacity}, chunk_size={chunk_size}. Correct the arguments."
+        )
+    if fillers and replicas > MOST_REPLICAS:
+        raise PlanError(
+            f"fillers for {replicas} replicas would be more microbatches than any step has; give "
+            f"at most {MOST_REPLICAS:,} replicas"
         )
     if fillers or len(batch) >= replicas:  # else that there are too few is told first
         check_capacity(batch.lengths, capacity, batch.describe_row)

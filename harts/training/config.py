@@ -106,8 +106,8 @@ class RunConfig:
         for name in ("steps", "trees_per_step", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.seed < 0:
-            raise InputError(f"seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
         if self.engine == "megatron":
             raise UnsupportedError(
                 "engine: megatron is not available yet; use engine: huggingface, which runs a "

@@ -277,14 +277,24 @@ def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data_fingerprint
     if checkpoint.step > config.steps:
         raise InputError(
             f"{checkpoint.path} has {checkpoint.step} steps done, steps = {config.steps} asks for "
-            f"fewer. Raise steps, or: {_WAYS_OUT}"
+            f"fewer. Raise steps to go on from it, or {_AFRESH}"
         )
 
 
-_WAYS_OUT = (
-    "Undo the change to go on from it, or start afresh with resume=never or another "
-    "output=DIRECTORY."
-)
+_AFRESH = "start afresh with resume=never or another output=DIRECTORY."
+_WAYS_OUT = f"Undo the change to go on from it, or {_AFRESH}"
+
+
+def changed_settings(checkpoint: Checkpoint, config: TrainConfig) -> list[str]:
+    """Settings that differ from the checkpoint's, as ``name: before -> now``; output aside."""
+    before = _flat(checkpoint.config)
+    after = _flat(json.loads(json.dumps(config.as_mapping())))
+    ignored = {"output", "resume", "data"}
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted({*before, *after} - ignored)
+        if before.get(key) != after.get(key)
+    ]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,7 +18,7 @@ from harts.training.checkpoint import (
 )
 from harts.training.comparison import Fidelity, StepTimes, measure_fidelity, time_step
 from harts.training.config import TrainConfig
-from harts.training.loop import Observer, Trainer
+from harts.training.loop import Observer, Trainer, changed_settings
 from harts.training.metrics import MetricsLog, StepMetrics
 from harts.training.model import quiet_library
 from harts.training.plot import save_plot
@@ -58,7 +58,8 @@ def train(config: TrainConfig, observer: Observer) -> RunReport:
     _introduce(trainer, checkpoint, observer)
     with _held(directory, afresh=config.resume == "never"):
         discard_unfinished(directory / CHECKPOINTS)
-        write_whole(directory / "config.yaml", config.as_yaml())
+        if trainer.steps_done < config.steps:  # a finished run keeps the settings it ran with
+            write_whole(directory / "config.yaml", config.as_yaml())
         log = MetricsLog(directory, trainer.steps_done)
         began = time.perf_counter()
         try:
@@ -135,6 +136,8 @@ def _introduce(trainer: Trainer, checkpoint: Checkpoint | None, observer: Observ
             f"going on from {checkpoint.path}, {left} steps left"
             + ("" if left else "; resume=never trains afresh")
         )
+        for change in changed_settings(checkpoint, trainer.config):
+            observer.message(f"changed since that checkpoint, for the steps left: {change}")
 
 
 def _compare(trainer: Trainer, observer: Observer) -> tuple[StepTimes | None, Fidelity | None]:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 from harts.cli import main
 from harts.trajectories import read_trajectories
@@ -284,3 +285,48 @@ def test_fidelity_shows_errors_by_depth_and_writes_picture_and_figures(
     status, _, err = run(capsys, "fidelity", "--device", "tpu")
     assert status == 2
     assert "cpu or cuda, got 'tpu'" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fidelity", "--device", "cuda"), "no GPU was found"),
+        (("bench", "step", "--device", "cpu", "--model", "small", "--capacity", 9), "table2-1"),
+        (
+            ("plan", "WORKLOAD", "--replicas", 10**9, "--capacity", 64, "--fillers"),
+            "65,536",
+        ),
+    ],
+)
+def test_what_cannot_run_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str],
+    workload: Path,
+    arguments: tuple[object, ...],
+    message: str,
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    given = [workload if a == "WORKLOAD" else a for a in arguments]
+    status, _, err = run(capsys, *given)
+    flat = " ".join(err.split())
+    assert status == 2
+    assert flat.startswith("error: ")
+    assert message in flat
+
+
+def test_fidelity_refuses_a_file_in_which_nothing_is_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps({"token_ids": [3]}) + "\n")
+    status, _, err = run(capsys, "fidelity", "--data", path)
+    assert status == 2
+    assert "nothing that is predicted" in " ".join(err.split())
+
+
+def test_fidelity_shows_whole_numbers_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(capsys, "fidelity", "--tokens", 300)
+    assert "…" not in out

@@ -86,6 +86,21 @@ def test_a_finished_run_reports_again_and_trains_no_further(tmp_path):
     assert len(report.metrics) == 2
 
 
+def test_settings_changed_on_the_way_are_told_and_a_finished_run_keeps_its_own(tmp_path):
+    run(tmp_path, steps=2)
+    kept = (tmp_path / "run" / "config.yaml").read_text()
+    observer = Silent()
+    train(config(tmp_path, steps=2, optimizer__learning_rate=0.5), observer)
+    told = [text for text in observer.messages if text.startswith("changed since")]
+    assert len(told) == 1
+    assert "optimizer.learning_rate: 0.003 -> 0.5" in told[0]
+    assert (tmp_path / "run" / "config.yaml").read_text() == kept
+    observer = Silent()
+    train(config(tmp_path, steps=3, optimizer__learning_rate=0.5), observer)
+    assert any("steps: 2 -> 3" in text for text in observer.messages)
+    assert "learning_rate: 0.5" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 def test_resume_never_moves_the_earlier_run_aside(tmp_path):
     run(tmp_path, steps=2)
     run(tmp_path, steps=1, resume="never")

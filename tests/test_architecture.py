@@ -47,6 +47,7 @@ STAGES = [
     {"models"},
     {"objectives"},
     {"training", "fidelity", "checking"},
+    {"megatron"},
     {"bench", "inspection", "integrations"},
     {"cli"},
 ]

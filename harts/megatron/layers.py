@@ -1,0 +1,117 @@
+"""Small modules that Megatron's local layers lack under sequence parallelism, and head exchange.
+
+Shapes: R rows, r of them on this rank · H heads of this rank · X numbers a head · D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor, nn
+
+
+class RootMeanSquareNorm(nn.Module):
+    """RMSNorm whose weight is used on a part of the rows, or heads, of each tensor-parallel rank.
+
+    The weight is marked so that Megatron sums its gradient over those ranks.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=device_of(config))
+        )
+        mark_replicated(self.weight, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]; sums in float32."""
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class GatedRootMeanSquareNorm(RootMeanSquareNorm):
+    """RMSNorm of each head, times the sigmoid of a gate."""
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """[..., X] and a gate of the same shape to [..., X]; all in float32 inside."""
+        assert gate is not None
+        wide = x if x.dtype == torch.float64 else x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        gated = self.weight.to(wide.dtype) * normed * torch.sigmoid(gate.to(wide.dtype))
+        return gated.to(x.dtype)
+
+
+class ReplicatedLinear(nn.Module):
+    """A projection that every tensor-parallel rank holds whole and applies to its own rows."""
+
+    def __init__(self, config: Any, input_size: int, output_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(
+                output_size, input_size, dtype=config.params_dtype, device=device_of(config)
+            )
+        )
+        if config.perform_initialization:
+            config.init_method(self.weight)
+        mark_replicated(self.weight, config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., output size]."""
+        return nn.functional.linear(x, self.weight)
+
+
+def mark_replicated(parameter: nn.Parameter, config: Any) -> None:
+    """Have Megatron sum the gradient over tensor-parallel ranks."""
+    setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+
+def mark_split(parameter: nn.Parameter) -> None:
+    """Tell Megatron that each tensor-parallel rank holds a part of dim 0."""
+    for name, value in (
+        ("tensor_model_parallel", True),
+        ("partition_dim", 0),
+        ("partition_stride", 1),
+    ):
+        setattr(parameter, name, value)
+
+
+def device_of(config: Any) -> torch.device | str | int:
+    """Where Megatron builds its parameters."""
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+
+
+def rows_to_heads(x: Tensor, group: Any) -> Tensor:
+    """Trade rows for heads over context parallelism: [r, H, X] to [r CP, H / CP, X].
+
+    Ranks hold contiguous rows and get contiguous heads (DeepSpeed-Ulysses).
+    """
+    size = group.size()
+    if size == 1:
+        return x
+    rows, heads, width = x.shape
+    send = x.view(rows, size, heads // size, width).transpose(0, 1)
+    received: Tensor = all_to_all(group, send.reshape(size * rows, -1))
+    return received.view(size * rows, heads // size, width)
+
+
+def heads_to_rows(x: Tensor, group: Any) -> Tensor:
+    """The way back: [R, H / CP, X] to [R / CP, H, X]."""
+    size = group.size()
+    if size == 1:
+        return x
+    rows, heads, width = x.shape
+    received: Tensor = all_to_all(group, x.reshape(rows, -1))
+    parts = received.view(size, rows // size, heads, width).transpose(0, 1)
+    return parts.reshape(rows // size, size * heads, width)
+
+
+def own_heads(parameter: Tensor, group: Any) -> Tensor:
+    """The part of dim 0 that belongs to this rank's heads after `rows_to_heads`."""
+    if group.size() == 1:
+        return parameter
+    heads = parameter.shape[0] // group.size()
+    return parameter[group.rank() * heads : (group.rank() + 1) * heads]

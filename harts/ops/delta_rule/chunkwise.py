@@ -19,7 +19,7 @@ from harts.ops.delta_rule.arguments import (
 )
 from harts.ops.delta_rule.dispatch import Backend, choose_backend
 from harts.ops.delta_rule.grid import ChunkGrid, check_boundaries, packed_grid
-from harts.ops.delta_rule.grid_rows import from_grid, to_grid
+from harts.ops.delta_rule.grid_rows import from_grid, take_rows, to_grid
 from harts.ops.delta_rule.intra import ChunkScores, channel_scores, scalar_scores
 from harts.ops.delta_rule.state_pass import pass_states
 
@@ -154,15 +154,6 @@ def run_chunks(
     from_state = (q * scores.decay_in) @ take_rows(states, grid.parents)
     output = from_grid(from_state + scores.query_key @ delta, grid, len(value))
     return output.to(value.dtype), states
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows of x, with a gradient that adds repeated rows in a fixed order on every device.
-
-    On a GPU index_select's backward adds with atomics, where indexing sorts; on the CPU indexing
-    adds with atomics, where index_select goes in order.
-    """
-    return x[rows] if x.is_cuda else x.index_select(0, rows)
 
 
 def _scores(q: Tensor, k: Tensor, g: Tensor, groups: int) -> tuple[Tensor, Tensor, ChunkScores]:

@@ -1,4 +1,4 @@
-"""Moving rows to the chunk grid and back, one head beside the other.
+"""Moving rows to the chunk grid and back, and adding repeated ones in a fixed order.
 
 Shapes: R rows of the caller's tensors · C rows that a chunk owns · P packed rows · Z chunks ·
 B chunk length · G heads.
@@ -87,11 +87,17 @@ def from_grid(chunks: Tensor, grid: ChunkGrid, rows: int) -> Tensor:
     return result
 
 
-def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Add values [n, ...] to rows [n] of total; repeated rows in a fixed order on every device.
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of x, with a gradient that adds repeated rows in a fixed order on every device.
 
-    On a GPU index_add_ adds with atomics, where indexing sorts; on the CPU it goes in order.
+    On a GPU index_select's backward adds with atomics, where indexing sorts; on the CPU indexing
+    adds with atomics, where index_select goes in order.
     """
+    return x[rows] if x.is_cuda else x.index_select(0, rows)
+
+
+def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values [n, ...] to rows [n] of total, repeated rows in the order of `take_rows`."""
     if total.is_cuda:
         total.index_put_((rows,), values, accumulate=True)
     else:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from harts.errors import InputError
 from harts.ops.delta_rule.arguments import check_rows, state_dtype
-from harts.ops.delta_rule.chunkwise import chunk_delta_rule, run_chunks, take_rows
+from harts.ops.delta_rule.chunkwise import chunk_delta_rule, run_chunks
 from harts.ops.delta_rule.dispatch import Backend, choose_backend
 from harts.ops.delta_rule.grid import tree_grid
+from harts.ops.delta_rule.grid_rows import take_rows
 from harts.ops.tree_index import TreeIndex
 
 

@@ -122,7 +122,7 @@ def measure_step(
     sample = fullest(batch, bench.capacity, bench.microbatches)
     progress("building the model")
     policy = _policy(bench)
-    sample = _within(sample, vocabulary_of(policy.model))
+    sample = within_vocabulary(sample, vocabulary_of(policy.model))
     targets = prepare_step(sample, GRPO())
     sides = _measure_sides(policy, sample, targets, bench, progress)
     return _report(sample, sides, policy)
@@ -133,13 +133,12 @@ def _policy(bench: StepBench) -> TreePolicy:
         model = build_model(bench.model)
     policy = prepare(model)
     if bench.device != "cpu":
-        model.set_experts_implementation("grouped_mm")
         policy.compile_layers()
     policy.set_recomputation(True)
     return policy
 
 
-def _within(batch: TrajectoryBatch, vocabulary: int) -> TrajectoryBatch:
+def within_vocabulary(batch: TrajectoryBatch, vocabulary: int) -> TrajectoryBatch:
     """Token ids folded into the vocabulary; which trajectories share which tokens must stay."""
     if int(batch.tokens.max()) < vocabulary:
         return batch

@@ -4,6 +4,7 @@ Shapes: R physical rows · D model width · H query/key heads · G value heads �
 V value dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,11 @@ from harts.ops.delta_rule import tree_delta_rule
 from harts.ops.tree_index import TreeIndex
 
 _L2_NORM_EPSILON = 1e-6
+
+# Opaque to torch.compile, which fuses what lies around them.
+_outside: Any = torch.compiler.disable
+_convolution: Callable[..., Tensor] = _outside(tree_causal_convolution)
+_delta_rule: Callable[..., Tensor] = _outside(tree_delta_rule)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -29,9 +35,6 @@ class TreeLayer(nn.Module):
 
     Without, its forward is the library's own, so the model generates as before.
     """
-
-    normalise = staticmethod(l2_normalise)
-    """Of queries and keys."""
 
     def forward(
         self, hidden_states: Tensor, *args: Any, tree: TreeIndex | None = None, **kwargs: Any
@@ -57,11 +60,11 @@ def kimi_delta_attention(
     """
     rows = hidden[0]
     heads = (rows.shape[0], layer.num_heads, layer.head_dim)
-    mixed = torch.cat([layer.q_proj(rows), layer.k_proj(rows), layer.v_proj(rows)], dim=-1)
+    mixed = side_by_side(rows, layer.q_proj, layer.k_proj, layer.v_proj)
     query, key, value = _convolve(layer, mixed, tree).chunk(3, dim=-1)
-    return tree_delta_rule(
-        layer.normalise(query.view(heads)),
-        layer.normalise(key.view(heads)),
+    return _delta_rule(
+        l2_normalise(query.view(heads)),
+        l2_normalise(key.view(heads)),
         value.view(heads),
         layer.forget_gate(hidden)[0],
         torch.sigmoid(layer.b_proj(rows)),
@@ -85,14 +88,28 @@ def gated_delta_net(
     dims = [layer.key_dim, layer.key_dim, layer.value_dim]
     query, key, value = torch.split(_convolve(layer, mixed, tree), dims, dim=-1)
     rows = mixed.shape[0]
-    return tree_delta_rule(
-        layer.normalise(query.reshape(rows, -1, layer.head_k_dim)),
-        layer.normalise(key.reshape(rows, -1, layer.head_k_dim)),
+    return _delta_rule(
+        l2_normalise(query.reshape(rows, -1, layer.head_k_dim)),
+        l2_normalise(key.reshape(rows, -1, layer.head_k_dim)),
         value.reshape(rows, -1, layer.head_v_dim),
         -layer.A_log.float().exp() * F.softplus(decay.float() + layer.dt_bias),
         beta,
         index=tree,
     ).to(mixed.dtype)
+
+
+def side_by_side(rows: Tensor, *projections: nn.Module) -> Tensor:
+    """[R, D] through several projections, joined over the last dim.
+
+    Plain matrices without a bias become one product; adapted or hooked ones run on their own.
+    """
+    if all(type(p) is nn.Linear and p.bias is None and not _hooked(p) for p in projections):
+        return F.linear(rows, torch.cat([p.weight for p in projections]))  # type: ignore[misc]
+    return torch.cat([p(rows) for p in projections], dim=-1)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def normalised_output(norm: nn.Module, output: Tensor, gate: Tensor) -> Tensor:
@@ -102,7 +119,7 @@ def normalised_output(norm: nn.Module, output: Tensor, gate: Tensor) -> Tensor:
 
 
 def _convolve(layer: Any, mixed: Tensor, tree: TreeIndex) -> Tensor:
-    return tree_causal_convolution(
+    return _convolution(
         mixed,
         layer.conv1d.weight.squeeze(1),
         layer.conv1d.bias,

@@ -5,13 +5,17 @@ Shapes: R physical rows · D model width.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridGatedDeltaNet
 
 from harts.models.families import ModelFamily
-from harts.models.linear_attention import TreeLayer, gated_delta_net, normalised_output
+from harts.models.linear_attention import (
+    TreeLayer,
+    gated_delta_net,
+    normalised_output,
+    side_by_side,
+)
 from harts.models.random_weights import GATED_DELTA_NET, drawn
 from harts.ops.tree_index import TreeIndex
 
@@ -22,7 +26,7 @@ class TreeOlmoHybridGatedDeltaNet(TreeLayer, OlmoHybridGatedDeltaNet):  # type: 
     def on_tree(self: Any, hidden: Tensor, tree: TreeIndex) -> Tensor:
         """Run compact rows; see `TreeLayer`."""
         rows = hidden[0]
-        mixed = torch.cat([self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)], dim=-1)
+        mixed = side_by_side(rows, self.q_proj, self.k_proj, self.v_proj)
         beta = self.b_proj(rows).sigmoid() * (2.0 if self.allow_neg_eigval else 1.0)
         output = gated_delta_net(self, mixed, self.a_proj(rows), beta, tree)
         projected: Tensor = self.o_proj(normalised_output(self.o_norm, output, self.g_proj(rows)))

@@ -17,17 +17,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.errors import InputError, UnsupportedError
 from harts.layout import CompactLayout
+from harts.models.experts import expert_modules, group_experts
 from harts.models.families import ModelFamily, family_of
-from harts.models.linear_attention import TreeLayer, l2_normalise
+from harts.models.group_router import compile_router
+from harts.models.linear_attention import TreeLayer
 from harts.ops.attention import tree_attention
+from harts.ops.experts import Elementwise
 from harts.ops.logprobs import mapped_logprobs
-from harts.ops.router import RouterStatistics, router_statistics, updated_expert_bias
+from harts.ops.router import (
+    RouterStatistics,
+    TrajectoryRows,
+    router_statistics,
+    updated_expert_bias,
+)
 from harts.ops.tree_index import TreeIndex
 
 ATTENTION_NAME = "harts_tree"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-_COMPILED = ("RMSNorm", "RMSNormGated", "ForgetGate", "MLP")
-"""How the library names the classes that are chains of elementwise work."""
+_COMPILED = ("RMSNorm", "MLP", "Attention")
+"""How the library names the classes with chains of elementwise work, linear attention aside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +65,13 @@ class TreePolicy(nn.Module):
         for router in routers:
             router.register_forward_hook(self._record)
 
-    def forward(self, layout: CompactLayout) -> PolicyOutput:
+    def forward(self, layout: CompactLayout, *, sequence_losses: bool = False) -> PolicyOutput:
         """Log-probs of every semantic position and router statistics of one microbatch.
+
+        Args:
+            layout: the microbatch.
+            sequence_losses: whether the statistics also hold each trajectory's own
+                load-balancing loss.
 
         Raises:
             InputError: the layout was planned for another chunk length, or holds a token id
@@ -67,6 +80,7 @@ class TreePolicy(nn.Module):
         self._check(layout)
         head = self.model.get_output_embeddings()
         tree = TreeIndex.from_layout(layout, head.weight.device)
+        rows = TrajectoryRows.from_layout(layout, head.weight.device) if sequence_losses else None
         with self._recording() as recorded:
             hidden = self.hidden_states(tree)
         return PolicyOutput(
@@ -74,7 +88,13 @@ class TreePolicy(nn.Module):
                 hidden, head.weight, tree.target_rows, tree.targets, bias=head.bias
             ),
             router=tuple(
-                router_statistics(logits, selected, tree.multiplicity, self.family.router_score)
+                router_statistics(
+                    logits,
+                    selected,
+                    tree.multiplicity,
+                    self.family.router_score,
+                    trajectories=rows,
+                )
                 for logits, selected in recorded
             ),
         )
@@ -111,17 +131,24 @@ class TreePolicy(nn.Module):
             )
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Let ``torch.compile`` fuse norms, gates and MLPs, for as long as this policy lives.
+        """Let ``torch.compile`` fuse what lies between matrix products and the tree's operators.
 
-        Each is a chain of small kernels on a GPU otherwise. Layers of one kind share one
-        compilation, which serves any number of rows; the first step pays for it. Results differ
-        by rounding from those without.
+        Norms, gates, rotations, routing and activations are chains of small kernels otherwise.
+        Layers of one kind share their compilations, which serve any number of rows and last as
+        long as this policy; the first step pays for them. Results differ by rounding from those
+        without.
         """
+        fused = Elementwise().compiled(backend)
+        for experts in expert_modules(self.model):
+            experts.elementwise = fused
+        for router in self.family.routers(self.model):
+            compile_router(router, backend)
         for module in self.model.modules():
-            if type(module).__name__.endswith(_COMPILED):
-                module.compile(dynamic=True, backend=backend)
             if isinstance(module, TreeLayer):
-                module.normalise = torch.compile(l2_normalise, dynamic=True, backend=backend)
+                on_tree = torch.compile(module.on_tree, dynamic=True, backend=backend)
+                module.on_tree = on_tree  # type: ignore[method-assign]
+            elif type(module).__name__.endswith(_COMPILED):
+                module.compile(dynamic=True, backend=backend)
 
     def _check(self, layout: CompactLayout) -> None:
         if layout.chunk_size != self.family.chunk_size:
@@ -156,9 +183,9 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     """Make a Hugging Face causal language model run on rollout trees.
 
     The model is changed in place through the library's own extension points: its attention
-    implementation is set to a registered one, its linear-attention layers become subclasses of
-    their class, and its routers get a forward hook. Weights and their names stay; without a
-    tree the model runs, generates and saves as before.
+    implementation and that of its routed experts are set to registered ones, its linear-attention
+    layers become subclasses of their class, and its routers get a forward hook. Weights and their
+    names stay; without a tree the model runs, generates and saves as before.
 
     Raises:
         UnsupportedError: no adapter for this model, a setting that trees cannot have, or it is
@@ -177,6 +204,7 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
     model.set_attn_implementation(ATTENTION_NAME)
+    group_experts(model)
     return TreePolicy(model, family)
 
 
@@ -243,6 +271,7 @@ def update_expert_bias(
         bias.copy_(updated_expert_bias(bias, load.to(bias.device), rate))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module,
     query: Tensor,

@@ -50,7 +50,9 @@ def test_without_a_tree_the_prepared_model_runs_and_generates_as_before(
     with torch.no_grad():
         for options in ({}, {"attention_mask": mask}):
             expected = plain(input_ids=tokens, **options).logits
-            assert torch.equal(prepared(input_ids=tokens, **options).logits, expected)
+            found = prepared(input_ids=tokens, **options).logits
+            # A token's experts are added in another order.
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
         made = [
             m.generate(
                 tokens, attention_mask=mask, max_new_tokens=4, do_sample=False, eos_token_id=None

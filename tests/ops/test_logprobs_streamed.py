@@ -24,6 +24,7 @@ from .test_logprobs import VOCABULARY, inputs, oracle, targets_of
 def _tiles(request, monkeypatch):
     """Tiles of one token, of a few, and of the whole vocabulary."""
     monkeypatch.setattr(shards, "_TILE_ELEMENTS", request.param)
+    monkeypatch.setattr(shards, "_ALIGNMENT", 1)
 
 
 @pytest.mark.usefixtures("_tiles")

@@ -37,6 +37,8 @@ from harts.ops.logprobs.tiles import (
 BLOCK_ROWS = 16_384
 """Rows of a tile. Balanced with `_TILE_ELEMENTS`: both running sums are then reread 10 times."""
 _TILE_ELEMENTS = 2**28
+_ALIGNMENT = 64
+"""Tokens by which the width of a tile is divisible, where it is cut."""
 
 
 class VocabularyPartial(NamedTuple):
@@ -181,7 +183,9 @@ def vocabulary_gradients(
     dtype = compute_dtype(hidden.dtype)
     weight, bias = projection.weight, projection.bias
     block_rows = min(block_rows, max(1, len(active.rows)))
-    block_tokens = min(len(weight), max(1, _TILE_ELEMENTS // block_rows))
+    # Rows of a tile start aligned: matrix products run at a third of their speed otherwise.
+    aligned = _TILE_ELEMENTS // block_rows // _ALIGNMENT * _ALIGNMENT
+    block_tokens = min(len(weight), max(aligned, _ALIGNMENT))
     grad_hidden = (
         hidden.new_zeros(len(active.rows), hidden.shape[1], dtype=dtype) if needs[0] else None
     )

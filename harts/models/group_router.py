@@ -1,0 +1,66 @@
+"""The sigmoid router with expert groups of DeepSeek-V3 and its kin, without sorting.
+
+PyTorch's top-k sorts short rows slowly on a GPU. Taking the largest number a few times over fuses
+into one kernel under ``torch.compile``.
+
+Shapes: R rows · E experts · G groups · k experts a row.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_SETTINGS = ("num_group", "topk_group", "num_experts", "top_k", "norm_topk_prob")
+
+
+def choose_experts(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights and numbers, each [R, k], of the experts for logits [R, E]; ties go to the first.
+
+    A group counts for the sum of its best two scores, bias included; experts come from the best
+    ``topk_group`` groups. Weights are scores without bias.
+    """
+    torch._dynamo.mark_static(logits, 1)
+    scores = logits.sigmoid()
+    biased = (scores + router.e_score_correction_bias).detach()
+    groups = biased.view(-1, router.num_group, router.num_experts // router.num_group)
+    best = groups.amax(-1, keepdim=True)
+    second = _without(groups, groups.argmax(-1, keepdim=True)).amax(-1)
+    kept = _largest(best.squeeze(-1) + second, router.topk_group)
+    numbers = torch.arange(router.num_group, device=logits.device)
+    allowed = (numbers[:, None] == kept[:, None, :]).any(-1, keepdim=True)
+    chosen = _largest(groups.masked_fill(~allowed, -torch.inf).flatten(1), router.top_k)
+    weights = scores.gather(1, chosen)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * router.routed_scaling_factor, chosen
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    found = []
+    for _ in range(count):
+        found.append(scores.argmax(-1, keepdim=True))
+        scores = _without(scores, found[-1])
+    return torch.cat(found, -1)
+
+
+def _without(scores: Tensor, at: Tensor) -> Tensor:
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    return scores.masked_fill(numbers == at, -torch.inf)
+
+
+def compile_router(router: nn.Module, backend: str) -> None:
+    """Let a router of this kind choose by the compiled form; another kind stays as it is."""
+    bias = getattr(router, "e_score_correction_bias", None)
+    if bias is not None and all(hasattr(router, name) for name in _SETTINGS):
+        choose = torch.compile(choose_experts, dynamic=True, backend=backend)
+        router.forward = partial(_forward, router, choose)
+
+
+def _forward(router: Any, choose: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The library's forward: logits [R, E] in float32, then weights and numbers [R, k]."""
+    rows = hidden.view(-1, router.hidden_dim).type(torch.float32)
+    logits = F.linear(rows, router.weight.type(torch.float32))
+    return logits, *choose(router, logits)

@@ -1,0 +1,148 @@
+"""Routed experts on compact rows: rows go to their experts, through gated MLPs, and back.
+
+Rows in the order of their experts make each matrix product one call over all experts. A row's
+copies come back by gathering, in backward too: nothing is scattered, so every run repeats.
+
+Shapes: R rows · k experts a row · M = R k slots, sorted by expert · E experts · D model width ·
+I expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ALIGNMENT = 8
+"""Numbers by which the grouped product of PyTorch wants widths divisible in bfloat16."""
+
+
+def sum_of_slots(values: Tensor, slots: Tensor) -> Tensor:
+    """[M, D] and [R, k] to [R, D]: the sum of each row's slots, in float32 or wider."""
+    _keep_width(values)
+    wide = values.dtype if values.dtype == torch.float64 else torch.float32
+    total = values[slots[:, 0]].to(wide)
+    for choice in range(1, slots.shape[1]):
+        total = total + values[slots[:, choice]]
+    return total.to(values.dtype)
+
+
+def gated(projected: Tensor, weights: Tensor) -> Tensor:
+    """[M, 2 I] gate and up projections and [M, 1] to [M, I]: weight * silu(gate) * up."""
+    _keep_width(projected)
+    wide = projected.dtype if projected.dtype == torch.float64 else torch.float32
+    gate, up = projected.to(wide).chunk(2, dim=-1)
+    return (F.silu(gate) * up * weights).to(projected.dtype)
+
+
+def _keep_width(x: Tensor) -> None:
+    """Tell the compiler that only the number of rows changes."""
+    torch._dynamo.mark_static(x, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elementwise:
+    """What runs between the matrix products; compiled forms of each may stand in for it."""
+
+    sum_of_slots: Callable[[Tensor, Tensor], Tensor] = sum_of_slots
+    gated: Callable[[Tensor, Tensor], Tensor] = gated
+
+    def compiled(self, backend: str) -> Elementwise:
+        """The same, each one kernel, for any number of rows."""
+        return Elementwise(
+            sum_of_slots=torch.compile(self.sum_of_slots, dynamic=True, backend=backend),
+            gated=torch.compile(self.gated, dynamic=True, backend=backend),
+        )
+
+
+PLAIN = Elementwise()
+
+
+def routed_experts(
+    rows: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    elementwise: Elementwise = PLAIN,
+) -> Tensor:
+    """Sum over each row's experts of weight * down(silu(gate(row)) * up(row)).
+
+    The weight is applied before the last product, on I numbers a slot instead of D.
+
+    Args:
+        rows: [R, D].
+        experts: [R, k] integer, below E.
+        weights: [R, k] of the experts.
+        gate_up: [E, 2 I, D].
+        down: [E, D, I].
+        elementwise: how the parts between the products run.
+
+    Returns:
+        [R, D] in the dtype of ``rows``.
+    """
+    by_expert, order = torch.sort(experts.flatten(), stable=True)
+    slots = torch.empty_like(order)
+    slots[order] = torch.arange(order.numel(), device=order.device)
+    count = torch.arange(gate_up.shape[0], device=order.device)
+    ends = torch.searchsorted(by_expert, count, right=True).int()
+    to_slots, to_rows = order // experts.shape[1], slots.view(experts.shape)
+    sent = _Spread.apply(rows, to_slots, to_rows, elementwise)  # type: ignore[no-untyped-call]
+    each = _Spread.apply(  # type: ignore[no-untyped-call]
+        weights.reshape(-1, 1), order, slots.unsqueeze(1), PLAIN
+    )
+    hidden = elementwise.gated(grouped_product(sent, gate_up, ends), each)
+    out: Tensor = _Collect.apply(  # type: ignore[no-untyped-call]
+        grouped_product(hidden, down, ends), to_slots, to_rows, elementwise
+    )
+    return out
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """[M, D] by [E, D_out, D] to [M, D_out]: the rows up to ``ends`` [E] int32, expert by expert.
+
+    One call in bfloat16 on a GPU; one product after the other elsewhere.
+    """
+    widths = weight.shape[1:]
+    if x.is_cuda and x.dtype == torch.bfloat16 and not any(n % _ALIGNMENT for n in widths):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    parts = torch.split(x, counts)
+    return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+
+
+class _Spread(torch.autograd.Function):
+    """Copies rows to their slots; the gradient of a row is the sum of its slots'."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, to_slots: Tensor, to_rows: Tensor, elementwise: Elementwise
+    ) -> Tensor:
+        ctx.save_for_backward(to_rows)
+        ctx.elementwise = elementwise
+        return rows.index_select(0, to_slots)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (to_rows,) = ctx.saved_tensors
+        return ctx.elementwise.sum_of_slots(grads[0], to_rows), None, None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Sums each row's slots; the gradient of a slot is its row's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, to_slots: Tensor, to_rows: Tensor, elementwise: Elementwise
+    ) -> Tensor:
+        ctx.save_for_backward(to_slots)
+        return elementwise.sum_of_slots(values, to_rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (to_slots,) = ctx.saved_tensors
+        return grads[0].index_select(0, to_slots), None, None, None

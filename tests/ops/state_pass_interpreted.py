@@ -2,23 +2,28 @@
 
 import json
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from harts.ops.delta_rule.gpu import state_passes, triton_kernels
-from harts.ops.delta_rule.gpu.parts import Config, Sizes
+from harts.ops.delta_rule.gpu.parts import Config, InParts, Sizes
 from harts.ops.delta_rule.gpu.row_plan import RowPlan, plan_tree
 from tests.ops import interpreter
 from tests.ops.test_delta_rule import Branch, build_tree
 
 SIZES = Sizes(heads=1, groups=2, key_dim=16, value_dim=16, chunk_size=16)
-BRANCHES = [Branch(None, 0, 38), Branch(0, 17, 5), Branch(0, 16, 20), Branch(2, 35, 18)]
+BRANCHES = [Branch(None, 0, 38), Branch(0, 17, 25), Branch(0, 16, 20), Branch(1, 35, 18)]
+TREES = {"three rounds": BRANCHES, "no replay": [Branch(None, 0, 38), Branch(0, 16, 20)]}
+SCALE = 0.3
 
 
-def sequential(plan: RowPlan, rows: dict[str, Tensor], bank: Tensor) -> tuple[Tensor, Tensor]:
-    """D and the bank by a loop over pieces, chunks and heads, under autograd."""
-    values = torch.zeros_like(rows["u"])
+def sequential(
+    plan: RowPlan, rows: dict[str, Tensor], bank: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """D, what queries read of the states, and the bank, by a loop under autograd."""
+    found: list[tuple[slice, Tensor, Tensor]] = []
     states, pieces = list(bank), plan.states.pieces
     walks = plan.states.sequences
     for walk, slot in enumerate(walks.initial_slots.tolist()):
@@ -28,23 +33,42 @@ def sequential(plan: RowPlan, rows: dict[str, Tensor], bank: Tensor) -> tuple[Te
             for begin in range(0, length, 16):
                 at = slice(first + begin, first + min(begin + 16, length))
                 delta = rows["u"][at] - torch.einsum("bgk,gkv->bgv", rows["w"][at], state)
-                values = torch.cat((values[: at.start], delta, values[at.stop :]))
-                decay = rows["decay"][at]
+                query, key = (rows[name][at].expand(-1, 2, -1) for name in ("query", "key"))
+                read = torch.einsum("bgk,gkv->bgv", query, state)
+                decay, decayed = rows["decay"][at], delta
                 if decay.dim() == 3:
-                    kept, key = decay[-1].exp2()[..., None], rows["key"][at]
+                    kept = decay[-1].exp2()[..., None]
                 else:
                     kept = decay[-1].exp2()[:, None, None]
-                    delta = delta * (decay[-1:] - decay).exp2()[..., None]
-                    key = rows["key"][at].expand(-1, 2, -1)
-                state = kept * state + torch.einsum("bgk,bgv->gkv", key, delta)
+                    decayed = delta * (decay[-1:] - decay).exp2()[..., None]
+                    read = read * decay.exp2()[..., None]
+                found.append((at, delta, read))
+                state = kept * state + torch.einsum("bgk,bgv->gkv", key, decayed)
             if int(pieces.slots[piece]) >= 0:
                 states[int(pieces.slots[piece])] = state
-    return values, torch.stack(states)
+    places = torch.cat([torch.arange(at.start, at.stop) for at, _, _ in found])
+    values, reads = (
+        torch.zeros_like(rows["u"]).index_copy(0, places, torch.cat(rows_found))
+        for rows_found in ([d for _, d, _ in found], [r for *_, r in found])
+    )
+    return values, reads, torch.stack(states)
 
 
-def errors(by_channel: bool) -> dict[str, float]:
-    """Relative errors of both passes, everything in float32."""
-    plan = plan_tree(build_tree(BRANCHES, size=16, padding=2).index)
+def in_parts(plan: RowPlan, rows: Tensor) -> InParts:
+    """Each part between NaN, which a program reads that takes a row to be of the other part."""
+    poison, count = torch.full_like(rows, torch.nan), len(rows)
+    parts = rows[: plan.rows], rows[plan.rows :]
+    return InParts(*(torch.cat((poison, x, poison))[count : count + len(x)] for x in parts))
+
+
+def errors(by_channel: bool, tree: str, copied_from: int | None = None) -> dict[str, float]:
+    """Relative errors of both passes, all in float32; `copied_from` replaces the plan's."""
+    plan = plan_tree(build_tree(TREES[tree], size=16, padding=2).index)
+    states = plan.states
+    rounds = {"three rounds": 3, "no replay": 2}[tree]
+    assert (len(states.round_offsets) - 1, plan.copied_rows > 0) == (rounds, rounds == 3)
+    if copied_from is not None:
+        states = replace(states, copied_from=copied_from)
     generator = torch.Generator().manual_seed(0)
     count, heads = plan.rows + plan.copied_rows, 2 if by_channel else 1
 
@@ -53,33 +77,35 @@ def errors(by_channel: bool) -> dict[str, float]:
 
     decay = -0.1 * torch.rand((count, 2, 16) if by_channel else (count, 2), generator=generator)
     rows = {
+        "query": normal(count, heads, 16),
         "key": normal(count, heads, 16),
         "w": normal(count, 2, 16),
         "u": normal(count, 2, 16).requires_grad_(),
         "decay": decay,
     }
-    bank = torch.full((plan.states.slots, 2, 16, 16), torch.nan)
-    expected, expected_bank = sequential(plan, rows, torch.zeros_like(bank))
-    arguments = (plan.states, SIZES, rows["key"], rows["w"], rows["u"].detach(), decay, bank)
+    query, key = (in_parts(plan, rows[name]) for name in ("query", "key"))
+    bank = torch.full((states.slots, 2, 16, 16), torch.nan)
+    expected, reads, expected_bank = sequential(plan, rows, torch.zeros_like(bank))
+    arguments = (states, SIZES, key, rows["w"], rows["u"].detach(), decay, bank)
     values, _ = state_passes.pass_states(*arguments)
     again, _ = state_passes.pass_states(*arguments, again=True)
     used = torch.zeros(count, dtype=torch.bool)
-    pieces = plan.states.pieces
-    for first, length in zip(pieces.rows.tolist(), pieces.lengths.tolist(), strict=True):
+    for first, length in zip(states.pieces.rows, states.pieces.lengths, strict=True):
         used[first : first + length] = True
-    upstream = normal(count, 2, 16) * used[:, None, None]
-    (grad,) = torch.autograd.grad((expected * upstream).sum(), rows["u"])
+    to_values, to_reads = (normal(count, 2, 16) * used[:, None, None] for _ in range(2))
+    loss = (expected * to_values).sum() + SCALE * (reads * to_reads).sum()
+    (grad,) = torch.autograd.grad(loss, rows["u"])
     passed, _ = state_passes.pass_state_gradients(
-        plan.states,
+        states,
         SIZES,
-        torch.zeros_like(rows["key"]),
-        rows["key"],
+        query,
+        key,
         rows["w"],
         decay,
-        torch.zeros_like(upstream),
-        upstream,
+        in_parts(plan, to_reads),
+        to_values,
         None,
-        1.0,
+        SCALE,
     )
     pairs = {
         "values": (values[used], expected[used]),
@@ -171,5 +197,12 @@ if __name__ == "__main__":
     tile = state_passes._Tile(16, Config(4))
     for table in (state_passes._FORWARD, state_passes._AGAIN, state_passes._BACKWARD):
         table.update({True: tile, False: tile})
-    found = {"KDA": errors(True), "GDN": errors(False), "fold": {"rows": fold_error()}}
-    print(json.dumps(found | {"GDN gradients": scalar_gate_errors()}))
+    found = {"fold": {"rows": fold_error()}, "GDN gradients": scalar_gate_errors()}
+    for rule, by_channel in (("KDA", True), ("GDN", False)):
+        found |= {f"{rule}, {tree}": errors(by_channel, tree) for tree in TREES}
+        # Every row is taken for one of the other part.
+        found |= {
+            f"fault: {rule}, all {part}": errors(by_channel, "three rounds", copied_from)
+            for part, copied_from in (("copied", 0), ("in place", 1 << 20))
+        }
+    print(json.dumps(found))

@@ -10,8 +10,15 @@ from tests.ops.interpreter import run_interpreted
 
 def test_our_kernels_agree_with_a_plain_loop_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="needs triton, which comes with GPU builds of torch")
-    for name, errors in run_interpreted("state_pass_interpreted").items():
-        assert max(errors.values()) < 1e-5, (name, errors)
+    found = run_interpreted("state_pass_interpreted")
+    faults = {name: found.pop(name) for name in list(found) if name.startswith("fault")}
+    assert len(faults) == 4
+    assert len(found) == 6
+    for name, errors in found.items():
+        assert all(error < 1e-5 for error in errors.values()), (name, errors)
+    # Rows read from the wrong part show in everything, most often as NaN.
+    for name, errors in faults.items():
+        assert not any(error < 1e-2 for error in errors.values()), (name, errors)
 
 
 # Signatures of our kernels at their usual sizes; all other pointers are bfloat16.
@@ -21,7 +28,7 @@ TYPES = {
         "consumer_offsets consumers cu_seqlens chunks"
     ),
     "*fp32": "decay bank grad_bank grad_initial grad_decay",
-    "i32": "first_walk rows",
+    "i32": "copied_from first_walk rows",
     "fp32": "scale",
 }
 CONSTANTS = {

@@ -1,4 +1,7 @@
-"""The GPU form's plan of rows, chunks and states, and the choice of a form: no GPU needed."""
+"""The GPU form's plan of rows, chunks and states, the sum of value heads, and the choice of a form.
+
+No GPU needed.
+"""
 
 import logging
 from itertools import pairwise
@@ -16,6 +19,7 @@ from harts.ops.delta_rule import (
     dispatch,
     tree_delta_rule,
 )
+from harts.ops.delta_rule.gpu.parts import sum_groups
 from harts.ops.delta_rule.gpu.row_plan import RowPlan, plan_packed, plan_tree
 from harts.ops.tree_index import TreeIndex
 from tests.forests import lay_out, random_batch
@@ -77,6 +81,10 @@ def test_pieces_and_chunk_lists_hold_every_packed_row_once_and_agree(seed: int) 
     assert sorted(row for walk in walks for row in walk) == sorted(listed_rows(plan))
     physical = [*range(plan.rows), *plan.copied.rows.tolist()]
     assert [[physical[row] for row, _, _ in walk] for walk in walks] == packed_rows_of(index)
+    # State passes choose the part by a piece's first row.
+    assert plan.states.copied_from == plan.rows
+    for first, length in zip(plan.states.pieces.rows, plan.states.pieces.lengths, strict=True):
+        assert first >= plan.rows or first + length <= plan.rows
     # Phase and chunk follow the sequence, not the piece.
     for walk in walks:
         assert [phase for _, _, phase in walk] == [i % index.chunk_size for i in range(len(walk))]
@@ -244,3 +252,12 @@ def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == [
         "delta rule backend: reference (the tensors are on cpu, not on a GPU)"
     ]
+
+
+@pytest.mark.parametrize(("tensors", "groups"), [(1, 2), (1, 6), (2, 2), (2, 6)])
+def test_gradients_and_value_heads_are_added_in_float32_and_rounded_once(
+    tensors: int, groups: int
+) -> None:
+    x = torch.randn(tensors, 50, groups, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = x.float().view(tensors, 50, 2, groups // 2, 16).sum((0, 3)).bfloat16()
+    assert torch.equal(sum_groups(x, 2), expected)

@@ -88,6 +88,8 @@ class StatePlan:
     """Z, chunks in place and copied."""
     slots: int
     """L, states in the bank."""
+    copied_from: int
+    """R, the buffer row at which copied rows start."""
     pieces: Pieces
     sequences: Walk
     """The Q sequences."""
@@ -142,6 +144,7 @@ def state_plan(
         chunk_size=chunk_size,
         chunks=walker.copied_chunk,
         slots=slots,
+        copied_from=copied_from,
         pieces=Pieces(
             rows=rows,
             lengths=lengths,

@@ -16,6 +16,7 @@ from harts.ops.delta_rule.gpu.gdn import GatedDeltaNet
 from harts.ops.delta_rule.gpu.kda import KDA
 from harts.ops.delta_rule.gpu.parts import (
     Columns,
+    InParts,
     Part,
     Prepared,
     Sizes,
@@ -79,7 +80,7 @@ class ChunkedDeltaRule(torch.autograd.Function):
         rule: Rule = ctx.rule
         kept = Prepared(*saved)
         parts = make_parts(plan, Columns(query, key, value, beta, None))
-        grad_rows = _buffer_gradient(plan, grad_output, value)
+        grad_rows = _output_gradient(plan, grad_output, value)
         expanded = rule.expand(parts, kept, backward=True)
         values, states = pass_states(
             plan.states,
@@ -137,18 +138,14 @@ def _outputs(
     return output
 
 
-def _buffer_gradient(plan: RowPlan, grad_output: Tensor | None, value: Tensor) -> Tensor:
-    """Output gradient [P, G, V]; replay rows have no output, so theirs is zero."""
-    if grad_output is None:
-        return value.new_zeros((buffer_rows(plan), *value.shape[1:]))
-    if not plan.copied_rows:
-        return grad_output.contiguous()
-    buffer = empty(value, buffer_rows(plan), *value.shape[1:])
-    buffer[: plan.rows] = grad_output
-    buffer[plan.rows :].zero_()
-    own = grad_output.index_select(0, plan.copied.own_targets)
-    buffer.index_copy_(0, plan.copied.own + plan.rows, own)
-    return buffer
+def _output_gradient(plan: RowPlan, grad_output: Tensor | None, value: Tensor) -> InParts:
+    """Output gradient [R, G, V] and [E, G, V]; replay rows have no output, so theirs is zero."""
+    in_place = torch.zeros_like(value) if grad_output is None else grad_output.contiguous()
+    copied = value.new_zeros((plan.copied_rows, *value.shape[1:]))
+    if plan.copied_rows:
+        own = in_place.index_select(0, plan.copied.own_targets)
+        copied.index_copy_(0, plan.copied.own, own)
+    return InParts(in_place, copied)
 
 
 def _to_rows(plan: RowPlan, gradient: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from harts.ops.delta_rule.gpu.parts import (
     Config,
     Expanded,
+    InParts,
     Part,
     Prepared,
     Sizes,
@@ -70,6 +71,7 @@ class GatedDeltaNet:
 
     def expand(self, parts: list[Part], kept: Prepared, *, backward: bool) -> Expanded:
         """The paper's W and U; the state pass decays plain keys and queries by itself."""
+        del backward
         _, groups, key_dim, value_dim, _ = self.sizes
         like, rows = parts[0].columns.key, kept.decay.shape[0]
         w = empty(like, rows, groups, key_dim)
@@ -92,8 +94,8 @@ class GatedDeltaNet:
                 USE_G=True,
                 **part.arguments(self.sizes),
             )
-        key = _joined([part.columns.key for part in parts])
-        return Expanded(w, u, key, _joined([p.columns.query for p in parts]) if backward else key)
+        first, last = parts[0].columns, parts[-1].columns
+        return Expanded(w, u, InParts(first.key, last.key), InParts(first.query, last.query))
 
     def output(
         self, part: Part, kept: Prepared, values: Tensor, states: Tensor, output: Tensor
@@ -121,12 +123,11 @@ class GatedDeltaNet:
         )
 
     def local_gradients(
-        self, parts: list[Part], kept: Prepared, values: Tensor, grad_output: Tensor
+        self, parts: list[Part], kept: Prepared, values: Tensor, grad_output: InParts
     ) -> tuple[Tensor, None]:
         """Gradients [P, G, V] of D without the state's part."""
         _, groups, key_dim, value_dim, _ = self.sizes
-        del values
-        grad_values = torch.empty_like(grad_output)
+        grad_values = torch.empty_like(values)
         for part in parts:
             at = part.rows
             launch(
@@ -138,7 +139,7 @@ class GatedDeltaNet:
                 g=kept.decay[at],
                 g_gamma=None,
                 A=None,
-                do=grad_output[at],
+                do=part.of(grad_output),
                 dv=grad_values[at],
                 scale=self.scale,
                 BK=min(128, key_dim),
@@ -156,7 +157,7 @@ class GatedDeltaNet:
         kept: Prepared,
         values: Tensor,
         states: Tensor,
-        grad_output: Tensor,
+        grad_output: InParts,
         grad_scores: Tensor | None,
         passed: StateGradients,
     ) -> list[Tensor]:
@@ -164,9 +165,9 @@ class GatedDeltaNet:
         heads, groups, key_dim, _, _ = self.sizes
         del grad_scores
         rows = values.shape[0]
-        grad_query, grad_key, key_again, grad_w = (
-            empty(values, rows, groups, key_dim) for _ in range(4)
-        )
+        grad_query, grad_w = (empty(values, rows, groups, key_dim) for _ in range(2))
+        # Two gradients of the key side by side, so that one sum adds them and the value heads.
+        grad_keys = empty(values, 2, rows, groups, key_dim)
         grad_value = torch.empty_like(values)
         grad_decay, decay_again, grad_beta = (
             empty(values, rows, groups, dtype=torch.float32) for _ in range(3)
@@ -180,22 +181,21 @@ class GatedDeltaNet:
                 states,
                 grad_output,
                 passed,
-                (grad_query[at], grad_key[at], grad_w[at], grad_decay[at]),
+                (grad_query[at], grad_keys[0][at], grad_w[at], grad_decay[at]),
             )
             self._solve_gradients(
                 part,
                 kept,
                 grad_w[at],
                 passed.values[at],
-                (key_again[at], grad_value[at], grad_beta[at], decay_again[at]),
+                (grad_keys[1][at], grad_value[at], grad_beta[at], decay_again[at]),
             )
         decay_again += grad_decay
         for part in parts:
             self._cumulate(part, decay_again[part.rows], grad_decay[part.rows], None, reverse=True)
-        both = grad_key.add_(key_again) if heads == groups else grad_key.float() + key_again
         return [
-            sum_groups(grad_query, heads),
-            sum_groups(both, heads),
+            sum_groups(grad_query[None], heads),
+            sum_groups(grad_keys, heads),
             grad_value,
             grad_decay,
             grad_beta,
@@ -207,7 +207,7 @@ class GatedDeltaNet:
         kept: Prepared,
         values: Tensor,
         states: Tensor,
-        grad_output: Tensor,
+        grad_output: InParts,
         passed: StateGradients,
         targets: tuple[Tensor, Tensor, Tensor, Tensor],
     ) -> None:
@@ -223,7 +223,7 @@ class GatedDeltaNet:
             values[at],
             kept.decay[at],
             states[part.chunks],
-            grad_output[at],
+            part.of(grad_output),
             passed.values[at],
             passed.states[part.chunks],
             *targets[:3],
@@ -301,7 +301,3 @@ class GatedDeltaNet:
             HAS_SCALE=scale is not None,
             IS_VARLEN=True,
         )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

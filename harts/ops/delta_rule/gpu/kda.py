@@ -27,6 +27,7 @@ from torch import Tensor
 from harts.ops.delta_rule.gpu.parts import (
     Config,
     Expanded,
+    InParts,
     Part,
     Prepared,
     Sizes,
@@ -100,7 +101,8 @@ class KDA:
                 STORE_KG=True,
                 **part.arguments(self.sizes),
             )
-        return Expanded(w, u, key, query)
+        last = parts[-1].rows
+        return Expanded(w, u, InParts(key, key[last]), InParts(query, query[last]))
 
     def output(
         self, part: Part, kept: Prepared, values: Tensor, states: Tensor, output: Tensor
@@ -126,11 +128,11 @@ class KDA:
         )
 
     def local_gradients(
-        self, parts: list[Part], kept: Prepared, values: Tensor, grad_output: Tensor
+        self, parts: list[Part], kept: Prepared, values: Tensor, grad_output: InParts
     ) -> tuple[Tensor, Tensor]:
         """Gradients [P, G, V] of D without the state's part, and [P, G, B] of the scores."""
         _, groups, key_dim, value_dim, chunk = self.sizes
-        grad_values = torch.empty_like(grad_output)
+        grad_values = torch.empty_like(values)
         grad_scores = empty(values, values.shape[0], groups, chunk, dtype=torch.float32)
         for part in parts:
             at = part.rows
@@ -142,7 +144,7 @@ class KDA:
                 k=part.columns.key,
                 v=values[at],
                 A=_scores_of(kept)[at],
-                do=grad_output[at],
+                do=part.of(grad_output),
                 dv=grad_values[at],
                 dA=grad_scores[at],
                 scale=self.scale,
@@ -158,7 +160,7 @@ class KDA:
         kept: Prepared,
         values: Tensor,
         states: Tensor,
-        grad_output: Tensor,
+        grad_output: InParts,
         grad_scores: Tensor | None,
         passed: StateGradients,
     ) -> list[Tensor]:
@@ -186,8 +188,8 @@ class KDA:
             self._intra_gradients(part, kept, sofar, (grad_scores, grad_solve), final)
             self._cumulate(part, final[2][part.rows], grad_decay[part.rows], None, reverse=True)
         return [
-            sum_groups(final[0], heads),
-            sum_groups(final[1], heads),
+            sum_groups(final[0][None], heads),
+            sum_groups(final[1][None], heads),
             grad_value,
             grad_decay,
             grad_beta,
@@ -280,7 +282,7 @@ class KDA:
         kept: Prepared,
         values: Tensor,
         states: Tensor,
-        grad_output: Tensor,
+        grad_output: InParts,
         passed: StateGradients,
         targets: tuple[Tensor, ...],
     ) -> None:
@@ -299,7 +301,7 @@ class KDA:
             beta=part.columns.beta,
             A=kept.solve[at],
             h=states[count],
-            do=grad_output[at],
+            do=part.of(grad_output),
             dh=passed.states[count],
             dq=grad_query,
             dk=grad_key,

@@ -49,6 +49,15 @@ class Prepared(NamedTuple):
     """[P, G, B] scores within the chunk; Gated DeltaNet makes them again."""
 
 
+class InParts(NamedTuple):
+    """A row tensor in its two parts, which need not be neighbours in memory."""
+
+    in_place: Tensor
+    """[R, ...]."""
+    copied: Tensor
+    """[E, ...]; never read where no row is copied."""
+
+
 class Expanded(NamedTuple):
     """Inputs of the state pass."""
 
@@ -56,10 +65,10 @@ class Expanded(NamedTuple):
     """[P, G, K] the paper's W."""
     u: Tensor
     """[P, G, V] the paper's U."""
-    key: Tensor
-    """[P, G, K] keys decayed to the chunk's end, or [P, H, K] plain keys."""
-    query: Tensor
-    """[P, G, K] queries decayed from the chunk's start, or [P, H, K] plain; backward only."""
+    key: InParts
+    """[R, G, K] and [E, G, K] keys decayed to the chunk's end, or plain keys with H heads."""
+    query: InParts
+    """The same of queries, decayed from the chunk's start, or plain; read in backward only."""
 
 
 class StateGradients(NamedTuple):
@@ -86,6 +95,10 @@ class Part:
     def count(self) -> int:
         """Chunks in this part."""
         return self.chunk_list.chunks.shape[0]
+
+    def of(self, rows: InParts) -> Tensor:
+        """The tensor of this part."""
+        return rows.copied if self.rows.start else rows.in_place
 
     def arguments(self, sizes: Sizes, value: bool = True) -> dict[str, Any]:
         """Arguments that every chunk-parallel kernel of fla takes."""
@@ -162,10 +175,14 @@ def empty(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
 
 
 def sum_groups(x: Tensor, heads: int) -> Tensor:
-    """Add the value heads [rows, G, K] that share a query/key head: [rows, H, K]."""
-    if x.shape[1] == heads:
-        return x
-    return x.view(x.shape[0], heads, -1, x.shape[2]).sum(2, dtype=torch.float32)
+    """Add n tensors [n, rows, G, K], and the value heads that share a query/key head: [rows, H, K].
+
+    The sum is in float32 and rounded once, to the dtype of x.
+    """
+    tensors, rows, groups, key_dim = x.shape
+    if tensors == 1 and groups == heads:
+        return x[0]
+    return x.view(tensors, rows, heads, groups // heads, key_dim).sum((0, 3))
 
 
 def cast_all(tensors: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

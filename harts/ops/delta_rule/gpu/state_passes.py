@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from harts.ops.delta_rule.gpu.chunk_lists import StatePlan, Walk
-from harts.ops.delta_rule.gpu.parts import Config, Sizes, StateGradients, empty
+from harts.ops.delta_rule.gpu.parts import Config, InParts, Sizes, StateGradients, empty
 from harts.ops.delta_rule.gpu.row_plan import CopiedRows
 from harts.ops.delta_rule.gpu.triton_kernels import fold_copies, state_backward, state_forward
 
@@ -52,7 +52,7 @@ def _tables(walk: Walk, plan: StatePlan) -> tuple[Tensor, ...]:
 def pass_states(
     plan: StatePlan,
     sizes: Sizes,
-    key: Tensor,
+    key: InParts,
     w: Tensor,
     u: Tensor,
     decay: Tensor,
@@ -73,7 +73,7 @@ def pass_states(
     tile = _tile(_AGAIN if again else _FORWARD, key_dim, decay)
     for first, end in pairwise((0, count) if again else plan.round_offsets):
         state_forward[((end - first) * groups * (value_dim // tile.block),)](
-            key,
+            *key,
             w,
             u,
             decay,
@@ -82,8 +82,9 @@ def pass_states(
             bank,
             walk.initial_slots,
             *_tables(walk, plan),
+            plan.copied_from,
             first,
-            key_heads=key.shape[1],
+            key_heads=key.in_place.shape[1],
             groups=groups,
             key_dim=key_dim,
             value_dim=value_dim,
@@ -100,11 +101,11 @@ def pass_states(
 def pass_state_gradients(
     plan: StatePlan,
     sizes: Sizes,
-    query: Tensor,
-    key: Tensor,
+    query: InParts,
+    key: InParts,
     w: Tensor,
     decay: Tensor,
-    grad_output: Tensor,
+    grad_output: InParts,
     grad_values: Tensor,
     grad_bank: Tensor | None,
     scale: float,
@@ -121,11 +122,11 @@ def pass_state_gradients(
     initial = empty(w, sequences, groups, key_dim, value_dim, dtype=torch.float32)
     for first, end in reversed(list(pairwise(plan.round_offsets))):
         state_backward[((end - first) * groups * (value_dim // tile.block),)](
-            query,
-            key,
+            *query,
+            *key,
             w,
             decay,
-            grad_output,
+            *grad_output,
             grad_values,
             whole,
             grad_states,
@@ -134,10 +135,11 @@ def pass_state_gradients(
             *_tables(plan.sequences, plan),
             plan.pieces.consumer_offsets,
             plan.pieces.consumers,
+            plan.copied_from,
             first,
             scale,
-            query_heads=query.shape[1],
-            key_heads=key.shape[1],
+            query_heads=query.in_place.shape[1],
+            key_heads=key.in_place.shape[1],
             groups=groups,
             key_dim=key_dim,
             value_dim=value_dim,

@@ -5,8 +5,8 @@ keeps its part of the state in float32 registers. It walks pieces, and inside a 
 loop bounds are loaded inside the loops: Triton 3.6 loses a carried scalar that is only a nested
 loop's bound (triton-lang/triton pull request 9036).
 
-Shapes: P buffer rows · Q sequences · U pieces · L bank slots · Z chunks · B chunk length ·
-H query/key heads · G value heads · K key dim · V value dim.
+Shapes: P buffer rows (R in place, then E copied) · Q sequences · U pieces · L bank slots ·
+Z chunks · B chunk length · H query/key heads · G value heads · K key dim · V value dim.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["first_walk"])
+@triton.jit
+def _part_of(first_row, in_place, copied, copied_from, width: tl.constexpr):
+    """Where row 0 of the buffer would lie, for a piece at first_row, which is in one part wholly.
+
+    in_place [R, width] and copied [E, width] are not neighbours; copied_from is R.
+    """
+    before_copied = copied - copied_from.to(tl.int64) * width
+    return tl.where(first_row >= copied_from, before_copied, in_place)
+
+
+@triton.jit(do_not_specialize=["copied_from", "first_walk"])
 def state_forward(
     key,
+    key_copied,
     w,
     u,
     decay,
@@ -30,6 +41,7 @@ def state_forward(
     piece_lengths,
     piece_chunks,
     piece_slots,
+    copied_from,
     first_walk,
     key_heads: tl.constexpr,
     groups: tl.constexpr,
@@ -42,8 +54,9 @@ def state_forward(
 ):
     """D = U - W S; S <- decay S + key^T D; states before each chunk, and bank slots, on the way.
 
-    key [P, key_heads, K], w [P, G, K], u and new_values [P, G, V], states [Z, G, K, V],
-    bank [L, G, K, V] float32, decay [P, G, K] or [P, G]: log2, summed from the chunk's start.
+    key [R, key_heads, K], key_copied [E, key_heads, K], w [P, G, K], u and new_values [P, G, V],
+    states [Z, G, K, V], bank [L, G, K, V] float32, decay [P, G, K] or [P, G]: log2, summed from
+    the chunk's start.
     By channel the keys come decayed to the chunk's end; otherwise D is decayed here.
     """
     blocks: tl.constexpr = value_dim // block
@@ -69,6 +82,7 @@ def state_forward(
         first_row = tl.load(piece_rows + piece).to(tl.int64)
         length = tl.load(piece_lengths + piece)
         first_chunk = tl.load(piece_chunks + piece).to(tl.int64)
+        key_rows = _part_of(first_row, key, key_copied, copied_from, key_heads * key_dim)
         for step in range(0, tl.cdiv(length, chunk_size)):
             inside = step * chunk_size + o_b < length
             rows = first_row + step * chunk_size + o_b
@@ -97,7 +111,7 @@ def state_forward(
                 values *= tl.where(inside, tl.math.exp2(end - along), 0.0)[:, None]
                 state *= tl.math.exp2(end)
             keys = tl.load(
-                key + (rows * key_heads + key_head)[None, :] * key_dim + o_k[:, None],
+                key_rows + (rows * key_heads + key_head)[None, :] * key_dim + o_k[:, None],
                 mask=inside[None, :],
                 other=0.0,
             )
@@ -109,13 +123,16 @@ def state_forward(
             tl.store(at, state, mask=(o_k[:, None] >= 0) & (slot >= 0))
 
 
-@triton.jit(do_not_specialize=["first_walk", "scale"])
+@triton.jit(do_not_specialize=["copied_from", "first_walk", "scale"])
 def state_backward(
     query,
+    query_copied,
     key,
+    key_copied,
     w,
     decay,
     grad_output,
+    grad_output_copied,
     grad_values,
     grad_new_values,
     grad_states,
@@ -128,6 +145,7 @@ def state_backward(
     piece_slots,
     consumer_offsets,
     consumers,
+    copied_from,
     first_walk,
     scale,
     query_heads: tl.constexpr,
@@ -142,7 +160,8 @@ def state_backward(
 ):
     """Walk backwards; at each piece's end add what consumers of that state sent, in their order.
 
-    grad_values [P, G, V] comes without the state's part and goes to grad_new_values with it;
+    Rows of query, key and grad_output come in two parts, R in place and E copied. grad_values
+    [P, G, V] comes without the state's part and goes to grad_new_values with it;
     grad_states [Z, G, K, V] is that of the state AFTER each chunk; grad_initial [Q, G, K, V]
     float32 is written here and read here by the producers of earlier rounds.
     """
@@ -165,6 +184,11 @@ def state_backward(
         first_row = tl.load(piece_rows + piece).to(tl.int64)
         length = tl.load(piece_lengths + piece)
         first_chunk = tl.load(piece_chunks + piece).to(tl.int64)
+        query_rows = _part_of(first_row, query, query_copied, copied_from, query_heads * key_dim)
+        key_rows = _part_of(first_row, key, key_copied, copied_from, key_heads * key_dim)
+        upstream = _part_of(
+            first_row, grad_output, grad_output_copied, copied_from, groups * value_dim
+        )
         if read_bank:
             slot = tl.load(piece_slots + piece).to(tl.int64)
             grad += tl.load(
@@ -188,13 +212,13 @@ def state_backward(
             tl.store(grad_states + stored + state_tile, grad.to(grad_states.dtype.element_ty))
 
             keys = tl.load(
-                key + (rows * key_heads + key_head)[:, None] * key_dim + o_k[None, :],
+                key_rows + (rows * key_heads + key_head)[:, None] * key_dim + o_k[None, :],
                 mask=inside[:, None],
                 other=0.0,
             )
             values = tl.dot(keys, grad.to(keys.dtype))
             queries = tl.load(
-                query + (rows * query_heads + query_head)[None, :] * key_dim + o_k[:, None],
+                query_rows + (rows * query_heads + query_head)[None, :] * key_dim + o_k[:, None],
                 mask=inside[None, :],
                 other=0.0,
             )
@@ -213,7 +237,7 @@ def state_backward(
                 values.to(grad_new_values.dtype.element_ty),
                 mask=inside[:, None],
             )
-            outputs = tl.load(grad_output + tile, mask=inside[:, None], other=0.0)
+            outputs = tl.load(upstream + tile, mask=inside[:, None], other=0.0)
             if not by_channel:
                 # The output's gradient is decayed, not the query: that one would become a matrix
                 # operand in registers, which Triton has got wrong on Hopper.

@@ -36,7 +36,7 @@ from harts.training.model import ModelConfig, Precision, build_model, load_model
 from harts.trajectories import TrajectoryBatch
 
 Progress = Callable[[str], None]
-RERUN, REPLAY, NO_REPLAY = "baseline B", "replay", "no replay"
+REFERENCE, RERUN, REPLAY, NO_REPLAY = "baseline A", "baseline B", "replay", "no replay"
 _BLOCK_ROWS = 1_024
 """Positions whose logits are held at once."""
 
@@ -111,20 +111,34 @@ def measure_replay(
     """
     if batch.raw_tokens == len(batch):
         raise InputError("no trajectory has a second token: there is nothing that is predicted")
-    shared = plan_step(batch, replicas=1, capacity=capacity)
-    baseline = plan_step(batch, replicas=1, capacity=capacity, share=False)
-    other = max(capacity // 2, int(batch.lengths.max()))
-    rerun = plan_step(batch, replicas=1, capacity=other, share=False)
-    progress("baseline A")
-    reference = _execute(policy, batch, baseline, None)
+    plans = plans_of(batch, capacity)
+    progress(REFERENCE)
+    reference = _execute(policy, batch, plans[REFERENCE], None)
     experts = reference.experts if pinned else None
-    plans = {RERUN: rerun, REPLAY: shared, NO_REPLAY: _without_replay(shared)}
     hidden = {}
-    for name, plan in plans.items():
+    for name in (RERUN, REPLAY, NO_REPLAY):
         progress(name)
-        hidden[name] = _execute(policy, batch, plan, experts).hidden
+        hidden[name] = _execute(policy, batch, plans[name], experts).hidden
     progress("comparing logits")
-    return _compare(policy, batch, reference.hidden, hidden, handoff_depths(batch, shared))
+    depths = handoff_depths(batch, plans[REPLAY])
+    return _compare(policy, batch, reference.hidden, hidden, depths)
+
+
+def plans_of(batch: TrajectoryBatch, capacity: int) -> dict[str, StepPlan]:
+    """The four executions.
+
+    Baseline B has half the capacity, so that its matrix products have other shapes; where a
+    trajectory needs more, twice the capacity.
+    """
+    half = capacity // 2
+    other = half if int(batch.lengths.max()) <= half else 2 * capacity
+    shared = plan_step(batch, replicas=1, capacity=capacity)
+    return {
+        REFERENCE: plan_step(batch, replicas=1, capacity=capacity, share=False),
+        RERUN: plan_step(batch, replicas=1, capacity=other, share=False),
+        REPLAY: shared,
+        NO_REPLAY: _without_replay(shared),
+    }
 
 
 def handoff_depths(batch: TrajectoryBatch, plan: StepPlan) -> Tensor:

@@ -10,7 +10,7 @@ Shapes: C compact rows · S semantic positions · T capacity.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -86,8 +86,10 @@ class Side:
         return self.plan.objective.total_work
 
 
-def model_named(name: str, batch: TrajectoryBatch, device: str) -> ModelConfig:
+def model_named(name: str, vocabulary: int, device: str) -> ModelConfig:
     """``table-1``, bfloat16, or ``small``, the model of ``harts bench cpu-step``.
+
+    Only the small one takes the ``vocabulary``.
 
     Raises:
         InputError: another name, or a device that is not there.
@@ -99,8 +101,8 @@ def model_named(name: str, batch: TrajectoryBatch, device: str) -> ModelConfig:
     if name == "table-1":
         return ModelConfig(model_type="bailing_hybrid", config=TABLE_1_MODEL, dtype="bfloat16")
     if name == "small":
-        vocabulary = {"vocab_size": int(batch.tokens.max()) + 1}
-        return ModelConfig(model_type="bailing_hybrid", config=SMALL_MODEL | vocabulary)
+        config = SMALL_MODEL | {"vocab_size": vocabulary}
+        return ModelConfig(model_type="bailing_hybrid", config=config)
     raise InputError(f"--model must be table-1 or small, got {name!r}")
 
 
@@ -111,21 +113,30 @@ def fullest(batch: TrajectoryBatch, capacity: int, count: int) -> TrajectoryBatc
     return batch.select(np.sort(np.concatenate([m.members for m in chosen])))
 
 
-def measure_step(
-    batch: TrajectoryBatch, bench: StepBench, progress: Progress
+def measure_steps(
+    workloads: Mapping[str, TrajectoryBatch], bench: StepBench, progress: Progress
 ) -> tuple[list[Result], dict[str, Any]]:
-    """Time both sides in turns, then profile one step of each.
+    """On every workload, time both sides in turns, then profile one step of each.
 
     Returns:
-        Figures with bounds, and everything that was measured.
+        Figures with bounds, and everything that was measured by name of the workload.
     """
-    sample = fullest(batch, bench.capacity, bench.microbatches)
     progress("building the model")
     policy = _policy(bench)
-    sample = within_vocabulary(sample, vocabulary_of(policy.model))
-    targets = prepare_step(sample, GRPO())
-    sides = _measure_sides(policy, sample, targets, bench, progress)
-    return _report(sample, sides, policy)
+    results: list[Result] = []
+    figures: dict[str, Any] = {"parameters": sum(p.numel() for p in policy.parameters())}
+    for name, batch in workloads.items():
+        sample = fullest(batch, bench.capacity, bench.microbatches)
+        sample = within_vocabulary(sample, vocabulary_of(policy.model))
+        targets = prepare_step(sample, GRPO())
+
+        def told(what: str, name: str = name) -> None:
+            progress(f"{name}: {what}")
+
+        sides = _measure_sides(policy, sample, targets, bench, told)
+        found, figures[name] = _report(sample, sides)
+        results += [dataclasses.replace(r, name=f"{name}: {r.name}") for r in found]
+    return results, figures
 
 
 def _policy(bench: StepBench) -> TreePolicy:
@@ -187,9 +198,7 @@ def _measure_sides(
     return sides
 
 
-def _report(
-    batch: TrajectoryBatch, sides: dict[str, Side], policy: TreePolicy
-) -> tuple[list[Result], dict[str, Any]]:
+def _report(batch: TrajectoryBatch, sides: dict[str, Side]) -> tuple[list[Result], dict[str, Any]]:
     compact, alone = sides["compact"], sides["trajectory-wise"]
     compression = alone.rows / compact.rows
     speedup = alone.seconds / compact.seconds
@@ -197,7 +206,6 @@ def _report(
     figures: dict[str, Any] = {
         "trajectories": len(batch),
         "raw_tokens": batch.raw_tokens,
-        "parameters": sum(p.numel() for p in policy.parameters()),
         "row_compression": compression,
         "speedup": speedup,
         "core_speedup": core,
@@ -224,6 +232,13 @@ def _report(
         results += [
             _floor(
                 "F/B/Grad speed-up over work-ideal", speedup / ideal, 0.95, f"ideal {ideal:.3f} x"
+            ),
+            Result(
+                name="peak memory over trajectory-wise",
+                value=compact.peak_bytes / alone.peak_bytes,
+                unit="x",
+                bound=1.05,
+                detail=f"{compact.peak_bytes / 2**30:.1f} GiB",
             ),
             _floor(
                 "compact rows a second",

@@ -91,27 +91,31 @@ def step(
 ) -> None:
     """Measure a whole model's step, compact against trajectory-wise, by parts of the model.
 
-    Example: harts bench step --microbatches 2 --json figures.json
+    Each file is a workload of its own; without files it is table2-1, a synthetic one.
+
+    Example: harts bench step --data rollouts.parquet --json figures.json
     """
     from harts.bench.measure import commit, environment
     from harts.bench.ops import gpu_environment
-    from harts.bench.step import StepBench, measure_step, model_named
+    from harts.bench.step import StepBench, measure_steps, model_named
     from harts.errors import PlanError
     from harts.synth import synthesize
     from harts.trajectories import read_trajectories
 
     check_json(json)
     with Console().status("starting") as status:
-        batch = read_trajectories(data) if data else synthesize("table2-1", 0)
+        workloads = {f.stem: read_trajectories([f]) for f in data or ()}
+        workloads = workloads or {"table2-1": synthesize("table2-1", 0)}
+        largest = max(int(batch.tokens.max()) for batch in workloads.values())
         chosen = StepBench(
-            model=model_named(model, batch, device),
+            model=model_named(model, largest + 1, device),
             device=device,
             capacity=capacity,
             microbatches=microbatches,
             repeats=repeats,
         )
         try:
-            results, measured = measure_step(batch, chosen, status.update)
+            results, measured = measure_steps(workloads, chosen, status.update)
         except PlanError as error:
             hint = "" if data else " The workload is table2-1; --data FILE gives another."
             raise PlanError(f"{error}{hint}") from error

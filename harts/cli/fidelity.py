@@ -1,9 +1,10 @@
-"""``harts fidelity``: what replay is worth by handoff depth, and how close compact logits are."""
+"""``harts fidelity``: what replay is worth by handoff depth, and how close a compact step is."""
 
 import json as json_format
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -13,6 +14,7 @@ from harts.files import check_writable, replace_text
 
 if TYPE_CHECKING:
     from harts.bench.replay import ReplayReport
+    from harts.bench.step_fidelity import StepReport
 
 
 def fidelity(
@@ -36,7 +38,9 @@ def fidelity(
     plot: Annotated[Path | None, typer.Option(help="Write the picture here (PNG).")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
 ) -> None:
-    """Compare logits of compact execution, with replay and without, with trajectory-wise ones.
+    """Compare a compact step, with replay and without, with a trajectory-wise one.
+
+    Logits by handoff depth, then GRPO losses and gradients with recomputation and without.
 
     Baseline B is trajectory-wise training packed in another way: its difference from baseline A
     is the rounding that ordinary training has anyway.
@@ -46,6 +50,7 @@ def fidelity(
     from transformers.utils import logging
 
     from harts.bench.replay import load_policy, measure_replay, save_plot
+    from harts.bench.step_fidelity import measure_steps
     from harts.excerpts import bounded_excerpt, renumber_tokens
     from harts.synth import synthesize
     from harts.trajectories import read_trajectories
@@ -62,12 +67,27 @@ def fidelity(
         report = measure_replay(
             policy, sample, capacity=capacity, pinned=pinned, progress=status.update
         )
+        steps = measure_steps(policy, sample, capacity=capacity, progress=status.update)
     _show(console, report, f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens, {dtype}")
+    _show_steps(console, steps)
     if plot is not None:
         save_plot(report, plot)
     if json is not None:
-        figures = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned, **asdict(report)}
-        replace_text(json, json_format.dumps(figures, indent=1), "the figures")
+        what = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned}
+        figures = {**what, **_environment(), **asdict(report), **asdict(steps)}
+        replace_text(json, json_format.dumps(figures, indent=1) + "\n", "the figures")
+
+
+def _environment() -> dict[str, Any]:
+    """The command line as it was typed, paths aside, the commit, and the machine."""
+    import torch
+
+    from harts.bench.measure import commit, environment
+    from harts.bench.ops import gpu_environment
+
+    words = [Path(word).name if "/" in word else word for word in sys.argv]
+    machine = gpu_environment() if torch.cuda.is_available() else environment()
+    return {"command": " ".join(words), "commit": commit(), "environment": machine}
 
 
 def _show(console: Console, report: "ReplayReport", title: str) -> None:
@@ -86,3 +106,21 @@ def _show(console: Console, report: "ReplayReport", title: str) -> None:
         console.print(table)
     for name in names:
         console.print(f"mean cosine of logits, {name}: {report.mean_cosine[name]:.10f}")
+
+
+def _show_steps(console: Console, report: "StepReport") -> None:
+    table = Table(title="a GRPO step against baseline A's, which recomputes nothing")
+    for column in ("step", "recompute", "loss", "loss off-policy", "gradient", "its cosine"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in report.steps:
+        table.add_row(
+            row.name,
+            "yes" if row.recompute else "no",
+            f"{row.loss:.1e}",
+            f"{row.off_policy_loss:.1e}",
+            f"{row.gradient:.2e}",
+            f"{row.gradient_cosine:.8f}",
+        )
+    console.print(table)
+    for name, error in report.logprob_error.items():
+        console.print(f"mean log-prob error against float32, {name}: {error:.3e} nats")

@@ -7,7 +7,7 @@ from harts.bench.step import (
     Side,
     StepBench,
     fullest,
-    measure_step,
+    measure_steps,
     model_named,
     query_key_pairs,
     work_ideal_speedup,
@@ -57,6 +57,7 @@ def test_work_ideal_divides_each_part_by_its_own_ratio() -> None:
         ("chunk_kda_bwd_kernel_wy_dqkg_fused", "delta rule"),
         ("_backward_kernel", "convolution"),
         ("_row_sums_kernel", "log-probs"),
+        ("triton_poi_fused__to_copy_add_index_select_0", "other"),
         ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl", "other"),
     ],
 )  # fmt: skip
@@ -64,22 +65,29 @@ def test_kernels_are_known_by_their_names(kernel: str, part: str) -> None:
     assert part_of(kernel) == part
 
 
-def test_a_small_step_is_measured_in_both_ways() -> None:
+def test_small_steps_are_measured_in_both_ways() -> None:
     batch = synthesize("tiny", 0)
     sample = fullest(batch, 1_000, 1)
     bench = StepBench(
-        model=model_named("small", batch, "cpu"), device="cpu", capacity=1_000, repeats=1
+        model=model_named("small", int(batch.tokens.max()) + 1, "cpu"),
+        device="cpu",
+        capacity=1_000,
+        repeats=1,
     )
-    results, figures = measure_step(batch, bench, lambda _: None)
+    workloads = {"one": batch, "other": synthesize("tiny", 1)}
+    results, everything = measure_steps(workloads, bench, lambda _: None)
+    figures = everything["one"]
     assert figures["raw_tokens"] == sample.raw_tokens == figures["trajectory-wise"]["rows"]
     assert figures["compact"]["rows"] <= 1_000
     assert figures["row_compression"] > 1.5
-    assert [r.name.split()[0] for r in results] == ["F/B/Grad", "Core"]
+    kinds = ["F/B/Grad", "Core"]
+    assert [tuple(r.name.split()[:2]) for r in results] == [
+        (f"{name}:", kind) for name in workloads for kind in kinds
+    ]
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
-    batch = batch_of([[1, 2]])
     with pytest.raises(InputError, match="table-1 or small, got 'large'"):
-        model_named("large", batch, "cpu")
+        model_named("large", 10, "cpu")
     with pytest.raises(InputError, match="cpu or cuda, got 'tpu'"):
-        model_named("small", batch, "tpu")
+        model_named("small", 10, "tpu")

@@ -1,0 +1,64 @@
+"""``harts fidelity``, whole steps: near where they should be, and far where states are wrong."""
+
+import pytest
+import torch
+
+from harts.bench import step_fidelity
+from harts.bench.replay import NO_REPLAY, REFERENCE, REPLAY, RERUN, plans_of
+from harts.bench.step_fidelity import StepReport, measure_steps
+from harts.bench.step_fidelity import _Step as Gradients
+from harts.models import prepare
+from harts.models.families import family_named
+from tests.forests import batch_of, hard_tree
+
+VOCABULARY = 50
+
+
+def measured(dtype: torch.dtype) -> StepReport:
+    torch.manual_seed(0)
+    model = family_named("bailing_hybrid").small_model(VOCABULARY).to(dtype)
+    return measure_steps(
+        prepare(model), hard_tree(VOCABULARY), capacity=700, progress=lambda _: None
+    )
+
+
+def test_in_float32_a_compact_step_is_the_trajectory_wise_one() -> None:
+    report = measured(torch.float32)
+    assert report.logprob_error == {}
+    assert [(s.name, s.recompute) for s in report.steps] == [
+        (name, recompute) for name in (RERUN, REPLAY) for recompute in (False, True)
+    ]
+    for step in report.steps:
+        assert step.loss < 1e-8
+        assert step.off_policy_loss < 1e-6
+        assert step.gradient < 1e-4
+        assert step.gradient_cosine == pytest.approx(1, abs=1e-7)
+
+
+def test_differences_are_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_fidelity, "_PIECE", 2)
+    a, b = torch.tensor([3.0, 0.0, 4.0]), torch.zeros(2, 2)
+    reference = Gradients(loss=1.0, off_policy_loss=2.0, gradients=[a, b])
+    other = Gradients(loss=1.5, off_policy_loss=2.0, gradients=[a, b + 2.5])
+    found = step_fidelity._errors("other", False, other, reference)
+    assert (found.loss, found.off_policy_loss) == (0.5, 0.0)
+    assert found.gradient == pytest.approx(1.0)
+    assert found.gradient_cosine == pytest.approx(0.5**0.5)
+
+
+def test_in_bfloat16_log_probs_are_held_against_float32() -> None:
+    report = measured(torch.bfloat16)
+    errors = report.logprob_error
+    assert set(errors) == {REFERENCE, RERUN, REPLAY, NO_REPLAY}
+    assert 1e-3 < errors[REPLAY] < 1.1 * errors[REFERENCE]
+
+
+def test_baseline_b_is_always_packed_in_another_way() -> None:
+    batch = batch_of([list(range(60)), list(range(30, 90)), list(range(50, 80))])
+    for capacity in (60, 120, 200):
+        plans = plans_of(batch, capacity)
+        members = {
+            name: sorted(tuple(m.members.tolist()) for m in plans[name].microbatches)
+            for name in (REFERENCE, RERUN)
+        }
+        assert members[REFERENCE] != members[RERUN], capacity

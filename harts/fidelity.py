@@ -8,7 +8,7 @@ nothing but the weights and the objective. In ``float64_everywhere`` they agree 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from harts.models import PolicyOutput
 from harts.models.families import ModelFamily
 from harts.objectives import PolicyObjective, StepTargets
-from harts.ops.router import RouterStatistics, router_statistics
+from harts.ops.router import RouterStatistics, load_balancing_loss, router_statistics
 from harts.planning.step import StepPlan
 from harts.training.step import RouterLosses, StepOutcome, StepTotals, microbatch_loss
 from harts.trajectories import TrajectoryBatch
@@ -118,6 +118,8 @@ def run_alone(
     alone = _Alone(model, family, routers)
     counted = plan.counted
     totals = StepTotals(batch, len(counted))
+    if router.load_balancing == "global":
+        totals.set_expert_counts(_counts_alone(alone, batch))
     for microbatch in counted:
         members = microbatch.members.tolist()
         tokens = [_tokens(batch, row) for row in members]
@@ -130,7 +132,7 @@ def run_alone(
             objective,
             router,
             top_k=top_k,
-            microbatches=len(counted),
+            scale=totals.scale,
         )
         torch.autograd.backward(loss.total)
         _push_back(alone, tokens, summed)
@@ -144,6 +146,13 @@ def logprobs_alone(model: PreTrainedModel, family: ModelFamily, batch: Trajector
     alone = _Alone(model, family, [])
     with torch.no_grad():
         return torch.cat([alone(_tokens(batch, row)).logprobs for row in range(len(batch))])
+
+
+def _counts_alone(alone: "_Alone", batch: TrajectoryBatch) -> dict[int, Tensor]:
+    """[E] assignments over all trajectories, by MoE layer."""
+    with torch.no_grad():
+        outputs = [alone(_tokens(batch, row)) for row in range(len(batch))]
+    return {i: s.counts for i, s in enumerate(_sum_outputs(outputs).router)}
 
 
 class _Alone:
@@ -169,14 +178,16 @@ class _Alone:
             for hook in hooks:
                 hook.remove()
         predicted = torch.log_softmax(logits[:-1], dim=-1)
-        once = torch.ones_like(tokens)
         return PolicyOutput(
             logprobs=predicted.gather(1, tokens[1:].unsqueeze(1)).squeeze(1),
-            router=tuple(
-                router_statistics(logits, selected, once, self._family.router_score)
-                for logits, selected in recorded
-            ),
+            router=tuple(self._statistics(*pair) for pair in recorded),
         )
+
+    def _statistics(self, logits: Tensor, selected: Tensor) -> RouterStatistics:
+        once = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
+        found = router_statistics(logits, selected, once, self._family.router_score)
+        own = load_balancing_loss(found, selected.shape[1])
+        return replace(found, sequence_losses=own)
 
 
 def _tokens(batch: TrajectoryBatch, row: int) -> Tensor:
@@ -209,6 +220,7 @@ def _leaf(output: PolicyOutput) -> PolicyOutput:
                 counts=s.counts,
                 z_sum=s.z_sum.requires_grad_(),
                 tokens=s.tokens,
+                sequence_losses=_sequence_losses(s).requires_grad_(),
             )
             for s in output.router
         ),
@@ -224,9 +236,14 @@ def _push_back(alone: _Alone, tokens: Sequence[Tensor], summed: PolicyOutput) ->
         outputs = [output.logprobs]
         starts = [part]
         for own, total in zip(output.router, summed.router, strict=True):
-            outputs += [own.mass, own.z_sum]
-            starts += [_gradient(total.mass), _gradient(total.z_sum)]
+            outputs += [own.mass, own.z_sum, _sequence_losses(own)]
+            starts += [_gradient(x) for x in (total.mass, total.z_sum, _sequence_losses(total))]
         torch.autograd.backward(outputs, starts)
+
+
+def _sequence_losses(statistics: RouterStatistics) -> Tensor:
+    assert statistics.sequence_losses is not None
+    return statistics.sequence_losses
 
 
 def _gradient(leaf: Tensor) -> Tensor:

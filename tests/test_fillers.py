@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -263,8 +264,9 @@ def test_mutation_router_losses_averaged_over_fillers_too_are_caught(
 ) -> None:
     right = step_module.microbatch_loss
 
-    def over_all(*args: object, microbatches: int, **rest: object) -> object:
-        return right(*args, microbatches=microbatches + 1, **rest)
+    def over_all(*args: Any, scale: step_module.StepScale, **rest: Any) -> object:
+        one_more = dataclasses.replace(scale, microbatches=scale.microbatches + 1)
+        return right(*args, scale=one_more, **rest)
 
     monkeypatch.setattr(step_module, "microbatch_loss", over_all)
     assert {"loss", "every gradient"} <= failures(step.differences(step.filled))

@@ -73,8 +73,8 @@ def fidelity(
     if plot is not None:
         save_plot(report, plot)
     if json is not None:
-        what = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned}
-        figures = {**what, **_environment(), **asdict(report), **asdict(steps)}
+        sizes = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned}
+        figures = {**sizes, **_environment(), **asdict(report), **asdict(steps)}
         replace_text(json, json_format.dumps(figures, indent=1) + "\n", "the figures")
 
 

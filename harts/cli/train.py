@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +20,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from harts.errors import HartsError
+
 if TYPE_CHECKING:
     from harts.planning.step import StepPlan
+    from harts.training.config import TrainConfig
+    from harts.training.loop import Observer
     from harts.training.metrics import StepMetrics
+    from harts.training.run import RunReport
 
 
 def train(
@@ -35,20 +43,27 @@ def train(
     command again goes on from the newest checkpoint, to the same numbers. Exit status 1 means that
     the comparison with trajectory-wise training passed its bound.
 
+    With engine: megatron, torchrun starts it, one process a GPU:
+    torchrun --nproc-per-node 8 --no-python harts train CONFIG.yaml
+
     Example: harts train examples/tiny.yaml data=rollouts.jsonl optimizer.learning_rate=1e-3
     """
-    from harts.training.config import load_config
     from harts.training.report import final_table, write_summary
     from harts.training.run import how_to_go_on
-    from harts.training.run import train as run
 
-    settings = load_config(config, overrides or [])
-    try:
-        with _Display(settings.steps) as display:
-            report = run(settings, display)
-    except KeyboardInterrupt:
-        typer.echo(f"stopped; {how_to_go_on(settings)}", err=True)
-        raise typer.Exit(130) from None
+    with _heard_once():
+        settings, run = _prepared(config, overrides or [])
+        # On Megatron one process of many speaks.
+        leads = settings.engine == "huggingface" or int(os.environ["RANK"]) == 0
+        try:
+            with _Display(settings.steps) if leads else _Silence() as display:
+                report = run(settings, display)
+        except KeyboardInterrupt:
+            if leads:
+                typer.echo(f"stopped; {how_to_go_on(settings)}", err=True)
+            raise typer.Exit(130) from None
+    if report is None:
+        return
     write_summary(report)
     console = Console()
     console.print(final_table(report))
@@ -60,6 +75,60 @@ def train(
         console.print(f"[bold]{name:<11}[/]{path}", highlight=False, soft_wrap=True)
     if report.fidelity is not None and not report.fidelity.passed:
         raise typer.Exit(1)
+
+
+def _prepared(
+    path: Path, overrides: list[str]
+) -> tuple[TrainConfig, Callable[[TrainConfig, Observer], RunReport | None]]:
+    """The configuration, and what trains under it."""
+    from harts.training.config import load_config
+    from harts.training.parallel import check_launch
+
+    settings = load_config(path, overrides)
+    if settings.engine == "megatron":
+        check_launch(settings.megatron, os.environ)
+        from harts.megatron.training import train as on_megatron
+
+        return settings, on_megatron
+    from harts.training.run import train as in_one_process
+
+    return settings, in_one_process
+
+
+@contextlib.contextmanager
+def _heard_once() -> Iterator[None]:
+    """Of processes on one machine that find the same fault, let the first one say so."""
+    try:
+        yield
+    except HartsError:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        raise typer.Exit(2) from None
+
+
+class _Silence:
+    """Shows nothing of a run."""
+
+    def __enter__(self) -> _Silence:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def message(self, text: str) -> None:
+        """Say nothing."""
+
+    def working(self, text: str) -> None:
+        """Say nothing."""
+
+    def planned(self, step: int, plan: StepPlan) -> None:
+        """Say nothing."""
+
+    def microbatch_done(self) -> None:
+        """Say nothing."""
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """Say nothing."""
 
 
 class _Display:

@@ -15,14 +15,16 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from harts.errors import UnsupportedError
-from harts.megatron import bailing_hybrid
-from harts.megatron.layers import RootMeanSquareNorm
+from harts.megatron import bailing_hybrid, qwen3
 from harts.megatron.model import TreeGPTModel
 from harts.megatron.ranks import current_ranks
 from harts.megatron.support import check_supported
 from harts.megatron.weights import Piece, load_pieces
 
-_FAMILIES: Mapping[str, Any] = {"bailing_hybrid": bailing_hybrid}
+_FAMILIES: Mapping[str, Any] = {
+    "bailing_hybrid": bailing_hybrid,
+    **dict.fromkeys(qwen3.MODEL_TYPES, qwen3),
+}
 MODEL_TYPES = tuple(_FAMILIES)
 """Every ``config.model_type`` that runs in Megatron."""
 
@@ -70,7 +72,8 @@ def build_model(source: Any, config: Any) -> list[TreeGPTModel]:
 
 
 def _chunk(source: Any, config: Any, stage: int | None) -> TreeGPTModel:
-    specs = family_module(source).layer_specs(source)
+    family = family_module(source)
+    specs = family.layer_specs(source)
     first = get_transformer_layer_offset(config, vp_stage=stage)
     count = get_num_layers_to_build(config, vp_stage=stage)
     where = {} if stage is None else {"ignore_virtual": False, "vp_stage": stage}
@@ -78,7 +81,7 @@ def _chunk(source: Any, config: Any, stage: int | None) -> TreeGPTModel:
     return TreeGPTModel(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=specs[first : first + count], layer_norm=RootMeanSquareNorm
+            layer_specs=specs[first : first + count], layer_norm=family.final_norm(source)
         ),
         vocab_size=-(-source.vocab_size // parts) * parts,
         vocabulary=source.vocab_size,

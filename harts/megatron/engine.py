@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from harts.errors import InputError
 from harts.layout import CompactLayout, build_layout
-from harts.megatron.packet import RouterWeights, TreePacket, make_packet
+from harts.megatron.packet import RouterTask, TreePacket, make_packet
 from harts.megatron.ranks import current_ranks
 from harts.megatron.router import TreeRouter
 from harts.megatron.support import check_supported
@@ -110,7 +110,7 @@ class MegatronEngine:
             plan: the same on every rank, for as many replicas as there are data-parallel ranks.
             targets: ``prepare_step`` of the whole batch.
             objective: the policy objective.
-            router: coefficients of the router losses, which are means over a microbatch.
+            router: coefficients and form of the router losses.
 
         Returns:
             The whole step's losses, metrics and expert counts, the same on every rank;
@@ -129,9 +129,19 @@ class MegatronEngine:
             total=StepTotals(batch, len(plan.counted)),
         )
         own = [m for m in plan.microbatches if m.replica == self.ranks.dp_rank]
-        slots = _Shared(partial(self._lay_out, step), own)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+        if router.load_balancing == "global":
+            self._run(step, own, only_counts=True)
+            device = next(self.chunks[0].parameters()).device
+            counts = _sum_over_ranks(self._everyone(_Measured(layers=self._layers())))
+            step.total.set_expert_counts({n: layer[2].to(device) for n, layer in counts.items()})
+        self._run(step, own)
+        return self._outcome(step)
+
+    def _run(self, step: _Step, own: Sequence[Microbatch], *, only_counts: bool = False) -> None:
+        """Run the slots of one replica on Megatron's schedule."""
+        slots = _Shared(partial(self._lay_out, step, only_counts=only_counts), own)
         schedule: Any = get_forward_backward_func()
         schedule(
             forward_step_func=partial(_forward, step),
@@ -140,9 +150,8 @@ class MegatronEngine:
             num_microbatches=len(own),
             seq_length=max(m.compact_tokens for m in own) + self._parts,
             micro_batch_size=1,
-            forward_only=False,
+            forward_only=only_counts,
         )
-        return self._outcome(step)
 
     @property
     def _parts(self) -> int:
@@ -161,28 +170,22 @@ class MegatronEngine:
                 "virtual stages"
             )
 
-    def _lay_out(self, step: _Step, microbatch: Microbatch) -> _Slot:
+    def _lay_out(self, step: _Step, microbatch: Microbatch, *, only_counts: bool = False) -> _Slot:
         layout = build_layout(
             step.batch, microbatch.forest, microbatch.calls, row_multiple=self._parts
         )
-        share = 0.0 if microbatch.filler else 1.0 / len(step.plan.counted)
+        task = RouterTask(losses=step.router, scale=step.total.scale, only_counts=only_counts)
         packet = make_packet(
             layout,
             self.ranks,
             next(self.chunks[0].parameters()).device,
-            counted=not microbatch.filler,
-            router=RouterWeights(
-                z=step.router.z_coefficient * share,
-                load_balancing=step.router.load_balancing_coefficient * share,
-            ),
+            router=None if microbatch.filler else task,
         )
         return _Slot(microbatch=microbatch, layout=layout, packet=packet)
 
     def _outcome(self, step: _Step) -> StepOutcome:
         """Join what every rank measured, in the order of the ranks."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._measured(step))
-        step.total.sums = _join(everyone, step)
+        step.total.sums = _join(self._everyone(self._measured(step)), step.router)
         outcome = step.total.outcome()
         if self.ranks.pp_size > 1:
             logprobs = outcome.logprobs.to(next(self.chunks[0].parameters()).device)
@@ -195,20 +198,31 @@ class MegatronEngine:
         return outcome
 
     def _measured(self, step: _Step) -> _Measured:
-        measured = _Measured()
+        measured = _Measured(layers=self._layers())
         # Only the last stage has a loss, and its tensor- and context-parallel ranks have the same.
         if self.ranks.tp_rank == self.ranks.cp_rank == 0:
             measured.sums = step.total.sums
+        return measured
+
+    def _layers(self) -> dict[int, tuple[float, float, Tensor]]:
+        """What the routers of this rank added up since the last call."""
+        layers: dict[int, tuple[float, float, Tensor]] = {}
         for chunk in self.chunks:
             for module in get_attr_wrapped_model(chunk, "modules")():
                 if isinstance(module, TreeRouter):
                     taken = module.take_totals()
-                    measured.layers[module.layer_number] = (
+                    layers[module.layer_number] = (
                         float(taken.z_loss),
                         float(taken.load_balancing_loss),
                         taken.counts.cpu(),
                     )
-        return measured
+        return layers
+
+    def _everyone(self, own: _Measured) -> list[_Measured]:
+        """What every rank measured, in the order of the ranks."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return everyone
 
 
 class _Shared:
@@ -245,7 +259,8 @@ def _forward(step: _Step, slots: Iterator[_Slot], model: Any) -> tuple[Tensor, A
 def _loss(step: _Step, slot: _Slot, logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """The microbatch's loss, no tokens to divide by, and nothing to log."""
     none = torch.zeros((), dtype=torch.int, device=logprobs.device)
-    if slot.microbatch.filler:
+    task = slot.packet.router
+    if task is None or task.only_counts:
         return FILLER_WEIGHT * logprobs.sum(), none, {}
     policy = step.objective(logprobs, step.targets.select(slot.layout.members))
     step.total.add_logprobs(slot.layout.members.tolist(), logprobs)
@@ -258,22 +273,26 @@ def _loss(step: _Step, slot: _Slot, logprobs: Tensor) -> tuple[Tensor, Tensor, d
     return policy.loss, none, {}
 
 
-def _join(everyone: Sequence[_Measured], step: _Step) -> StepSums:
+def _join(everyone: Sequence[_Measured], router: RouterLosses) -> StepSums:
     sums = sum((m.sums for m in everyone), StepSums())
-    layers: dict[int, tuple[float, float, Tensor]] = {}
-    for measured in everyone:
-        for number, (z, balance, counts) in measured.layers.items():
-            before = layers.get(number, (0.0, 0.0, torch.zeros_like(counts)))
-            layers[number] = (before[0] + z, before[1] + balance, before[2] + counts)
+    layers = _sum_over_ranks(everyone)
     if not layers:
         return sums
-    microbatches = len(step.plan.counted)
-    z = sum(layer[0] for layer in layers.values()) / microbatches
-    balance = sum(layer[1] for layer in layers.values()) / microbatches
-    router = step.router
+    z = sum(layer[0] for layer in layers.values())
+    balance = sum(layer[1] for layer in layers.values())
     return sums + StepSums(
         loss=router.z_coefficient * z + router.load_balancing_coefficient * balance,
         z_loss=z / len(layers),
         load_balancing_loss=balance / len(layers),
         expert_counts=tuple(layers[number][2] for number in sorted(layers)),
     )
+
+
+def _sum_over_ranks(everyone: Sequence[_Measured]) -> dict[int, tuple[float, float, Tensor]]:
+    """By number of the layer."""
+    layers: dict[int, tuple[float, float, Tensor]] = {}
+    for measured in everyone:
+        for number, (z, balance, counts) in measured.layers.items():
+            before = layers.get(number, (0.0, 0.0, torch.zeros_like(counts)))
+            layers[number] = (before[0] + z, before[1] + balance, before[2] + counts)
+    return layers

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from harts.megatron.layers import (
+    Float32Parameters,
+    at_least_float32,
     device_of,
+    drawn_apart,
+    heads_of_rank,
     heads_to_rows,
     mark_split,
     own_heads,
@@ -57,8 +60,8 @@ class KimiDeltaSubmodules:
     out_proj: Any
 
 
-class TreeKimiDeltaAttention(MegatronModule):  # type: ignore[misc]
-    """KDA of Ling 3 on the rows of a tree."""
+class TreeKimiDeltaAttention(Float32Parameters):
+    """KDA of Ling 3 on the rows of a tree; its own parameters stay in float32, as there."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class TreeKimiDeltaAttention(MegatronModule):  # type: ignore[misc]
         self.layer_number = layer_number
         self.shape = shape
         self.cp_group = pg_collection.cp
-        self.heads = shape.heads // pg_collection.tp.size()
+        self.heads = heads_of_rank(shape.heads, pg_collection, kind="linear-attention")
         parallel = {"config": config, "tp_group": pg_collection.tp, "is_expert": False}
         self.in_proj = build_module(
             submodules.in_proj,
@@ -161,7 +164,10 @@ class TreeKimiDeltaAttention(MegatronModule):  # type: ignore[misc]
         """A parameter of this rank's heads."""
         parameter = nn.Parameter(
             torch.empty(
-                self.heads, *dims, dtype=self.config.params_dtype, device=device_of(self.config)
+                self.heads,
+                *dims,
+                dtype=at_least_float32(self.config.params_dtype),
+                device=device_of(self.config),
             )
         )
         mark_split(parameter)
@@ -172,7 +178,8 @@ class TreeKimiDeltaAttention(MegatronModule):  # type: ignore[misc]
         """Slow gates, as the library draws them: rates in [1, 16], steps in [0.001, 0.1]."""
         if not self.config.perform_initialization:
             return
-        self.conv_weight.normal_(std=self.shape.convolution_width**-0.5)
-        self.decay_log_rate.uniform_(1, 16).log_()
-        steps = torch.empty_like(self.decay_bias).uniform_(-6.9, -2.3).exp()
+        with drawn_apart(self.config):
+            self.conv_weight.normal_(std=self.shape.convolution_width**-0.5)
+            self.decay_log_rate.uniform_(1, 16).log_()
+            steps = torch.empty_like(self.decay_bias).uniform_(-6.9, -2.3).exp()
         self.decay_bias.copy_(steps + torch.log(-torch.expm1(-steps)))

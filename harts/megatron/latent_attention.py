@@ -18,7 +18,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor
 
-from harts.megatron.layers import ReplicatedLinear, heads_to_rows, rows_to_heads
+from harts.megatron.layers import (
+    ReplicatedLinear,
+    heads_of_rank,
+    heads_to_rows,
+    rotary_angles,
+    rows_to_heads,
+)
 from harts.megatron.packet import tree_of
 from harts.ops.attention import tree_attention
 
@@ -68,7 +74,7 @@ class TreeLatentAttention(MegatronModule):  # type: ignore[misc]
         self.layer_number = layer_number
         self.shape = shape
         self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
-        self.heads = shape.heads // pg_collection.tp.size()
+        self.heads = heads_of_rank(shape.heads, pg_collection, kind="attention")
         parallel = {
             "config": config,
             "tp_group": pg_collection.tp,
@@ -118,7 +124,9 @@ class TreeLatentAttention(MegatronModule):  # type: ignore[misc]
         """[r, 1, D] rows of this rank to the same, and no bias."""
         tree = tree_of(packed_seq_params)
         shape = self.shape
-        angles = self._angles(tree.positions[packed_seq_params.context_rows])
+        angles = rotary_angles(
+            tree.positions[packed_seq_params.context_rows], shape.rotary_dim, shape.rotary_base
+        )
         query, gate = self._query(hidden_states, angles)
         key, value = self._key_value(hidden_states, angles)
         dim = shape.key_dim + shape.rotary_dim
@@ -157,12 +165,6 @@ class TreeLatentAttention(MegatronModule):  # type: ignore[misc]
         key, value = by_head.split([shape.key_dim, shape.value_dim], -1)
         turned = _turn(rotary, angles).expand(-1, self.heads, -1)
         return torch.cat([key, turned], -1), value
-
-    def _angles(self, positions: Tensor) -> Tensor:
-        """[r, T / 2] in float32."""
-        dims = torch.arange(0, self.shape.rotary_dim, 2, device=positions.device)
-        frequency = 1.0 / self.shape.rotary_base ** (dims.float() / self.shape.rotary_dim)
-        return positions[:, None].float() * frequency
 
 
 def _turn(x: Tensor, angles: Tensor) -> Tensor:

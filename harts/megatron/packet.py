@@ -12,7 +12,7 @@ among the ranks of tensor parallelism (sequence parallelism).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,15 +21,21 @@ from torch import Tensor
 from harts.errors import InputError, UnsupportedError
 from harts.layout import CompactLayout
 from harts.megatron.ranks import ParallelRanks
+from harts.ops.router import TrajectoryRows
 from harts.ops.tree_index import TreeIndex
+from harts.training.step import RouterLosses, StepScale
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterWeights:
-    """What a mean router loss of one microbatch weighs in the step's loss, coefficient included."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RouterTask:
+    """What the routers of a microbatch add to the step's losses."""
 
-    z: float = 0.0
-    load_balancing: float = 0.0
+    losses: RouterLosses
+    scale: StepScale
+    trajectories: TrajectoryRows | None = None
+    """Of the rows of this rank between layers, where the balancing form needs them."""
+    only_counts: bool = False
+    """A forward before all others, which learns the assignments of the step."""
 
 
 @dataclass(kw_only=True)
@@ -41,9 +47,8 @@ class TreePacket(PackedSeqParams):  # type: ignore[misc]
     """Rows of this rank of context parallelism, R / CP."""
     sequence_rows: slice = field(default_factory=lambda: slice(0, 0))
     """Rows of this rank between layers, R / (CP TP)."""
-    counted: bool = True
-    """False for a filler: it adds nothing to router statistics."""
-    router: RouterWeights = RouterWeights()
+    router: RouterTask | None = None
+    """What routers add up; None for a filler, which adds nothing."""
     own_positions: Tensor | None = None
     """[P'] the positions whose row is among ``context_rows``."""
 
@@ -69,8 +74,7 @@ def make_packet(
     ranks: ParallelRanks,
     device: torch.device | str,
     *,
-    counted: bool,
-    router: RouterWeights,
+    router: RouterTask | None,
 ) -> TreePacket:
     """Cut one microbatch for this rank.
 
@@ -78,8 +82,7 @@ def make_packet(
         layout: laid out with ``row_multiple`` a multiple of TP times CP.
         ranks: where this process stands.
         device: where the index tensors go.
-        counted: False for a filler.
-        router: what the router losses of this microbatch weigh.
+        router: what its routers do, trajectories aside; None for a filler.
 
     Raises:
         InputError: the rows cannot be cut into equal parts.
@@ -93,12 +96,15 @@ def make_packet(
         )
     tree = TreeIndex.from_layout(layout, device)
     first, last = _share(0, layout.rows, ranks.cp_rank, ranks.cp_size)
+    between = slice(*_share(first, last, ranks.tp_rank, ranks.tp_size))
+    if router is not None and router.losses.load_balancing == "sequence":
+        rows = TrajectoryRows.from_layout(layout, device)
+        router = replace(router, trajectories=replace(rows, runs=rows.runs[between]))
     own = ((tree.target_rows >= first) & (tree.target_rows < last)).nonzero()[:, 0]
     return TreePacket(
         tree=tree,
         context_rows=slice(first, last),
-        sequence_rows=slice(*_share(first, last, ranks.tp_rank, ranks.tp_size)),
-        counted=counted,
+        sequence_rows=between,
         router=router,
         own_positions=own,
     )

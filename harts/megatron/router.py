@@ -18,13 +18,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from harts.errors import UnsupportedError
-from harts.megatron.packet import TreePacket
-from harts.ops.router import (
-    RouterStatistics,
-    load_balancing_loss,
-    router_statistics,
-    z_loss,
-)
+from harts.megatron.layers import Float32Parameters, at_least_float32
+from harts.megatron.packet import RouterTask, TreePacket
+from harts.ops.router import RouterStatistics, router_statistics, z_loss
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -32,7 +28,7 @@ class RouterTotals:
     """What the rows of this rank added over the microbatches of a step."""
 
     z_loss: Tensor
-    """[] float64 sum of the microbatches' mean z-losses, this rank's part."""
+    """[] float64, this rank's part of the step's loss, without coefficient."""
     load_balancing_loss: Tensor
     counts: Tensor
     """[E] float64 assignments weighted by multiplicity."""
@@ -44,15 +40,20 @@ class RouterTotals:
         return cls(z_loss=zeros[0], load_balancing_loss=zeros[1], counts=zeros[2:])
 
 
-class TreeRouter(TopKRouter):  # type: ignore[misc]
+class TreeRouter(Float32Parameters, TopKRouter):  # type: ignore[misc]
     """Routes rows as Megatron does; weighs statistics by the packet of its layer.
 
     Counts are of the assignments made, groups and bias included, as with Hugging Face models;
     Megatron's own auxiliary loss counts what the bare scores would choose.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, pg_collection: Any = None, *, float32: bool = False, **kwargs: Any
+    ) -> None:
+        """``float32`` keeps the weight so, whatever the dtype of the model."""
         super().__init__(config=config, pg_collection=pg_collection, **kwargs)
+        if float32:
+            self.weight.data = self.weight.data.to(at_least_float32(config.params_dtype))
         self.packet: TreePacket | None = None
         self._totals: RouterTotals | None = None
 
@@ -64,37 +65,58 @@ class TreeRouter(TopKRouter):  # type: ignore[misc]
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Logits [r, 1, E] to weights [r, E] and chosen experts [r, E]; attaches the losses."""
         probs, chosen = super().routing(logits, *args, **kwargs)
-        # Recomputed layers run without gradients first: what counts, counts once.
-        if not torch.is_grad_enabled() or not self.training:
+        task = self._task()
+        if task is None:
             return probs, chosen
         packet = self._packet()
-        if not packet.counted:
-            return probs, chosen
-        selected = chosen.to(torch.int32).topk(self.topk, dim=-1).indices
         own = router_statistics(
-            logits.view(chosen.shape), selected, packet.multiplicity, self.score_function
+            logits.view(chosen.shape),
+            chosen.to(torch.int32).topk(self.topk, dim=-1).indices,
+            packet.multiplicity,
+            self.score_function,
+            trajectories=task.trajectories,
+            over_ranks=self._over_ranks,
         )
+        totals = self._totals or RouterTotals.zero(self.config.num_moe_experts, logits.device)
+        self._totals = totals
+        totals.counts += own.counts
+        if task.only_counts:
+            return probs, chosen
         if self.enable_expert_bias:
             self.local_tokens_per_expert += own.counts.to(self.local_tokens_per_expert.dtype)
         statistics = self._of_the_microbatch(own)
-        z, balance = z_loss(statistics), load_balancing_loss(statistics, self.topk)
-        totals = self._totals or RouterTotals.zero(self.config.num_moe_experts, logits.device)
+        z = z_loss(statistics) / task.scale.microbatches
+        balance = task.scale.balancing(
+            task.losses.load_balancing, statistics, self.topk, self.layer_number
+        )
         totals.z_loss += z.detach()
         totals.load_balancing_loss += balance.detach()
-        totals.counts += own.counts
-        self._totals = totals
-        weighted = packet.router.z * z + packet.router.load_balancing * balance
+        weighted = task.losses.z_coefficient * z + task.losses.load_balancing_coefficient * balance
         return MoEAuxLossAutoScaler.apply(probs, weighted), chosen
+
+    def _task(self) -> RouterTask | None:
+        """What this forward adds up; None for a filler, and where it would count twice."""
+        if self.packet is not None and self.packet.router and self.packet.router.only_counts:
+            return self.packet.router
+        # Recomputed layers run without gradients first.
+        if not torch.is_grad_enabled() or not self.training:
+            return None
+        return self._packet().router
 
     def _of_the_microbatch(self, own: RouterStatistics) -> RouterStatistics:
         """Mass and z of this rank's rows; counts and tokens of the whole microbatch.
 
-        The losses are linear in mass and z, so each rank's are its part of the microbatch's.
+        All losses are linear in what probabilities add up to, so each rank's are its part of the
+        microbatch's.
         """
-        shared = torch.cat([own.counts, own.tokens[None]])
-        if self.tp_cp_group.size() > 1:
-            dist.all_reduce(shared, group=self.tp_cp_group)
+        shared = self._over_ranks(torch.cat([own.counts, own.tokens[None]]))
         return dataclasses.replace(own, counts=shared[:-1], tokens=shared[-1])
+
+    def _over_ranks(self, counts: Tensor) -> Tensor:
+        """Sum over the ranks that hold rows of the microbatch."""
+        if self.tp_cp_group.size() > 1:
+            dist.all_reduce(counts, group=self.tp_cp_group)
+        return counts
 
     def _apply_expert_bias(self, *_args: Any, **_kwargs: Any) -> None:
         """Megatron counts rows here; `routing` counts tokens instead."""

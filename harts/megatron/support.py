@@ -80,9 +80,9 @@ def _losses(config: Any) -> Iterator[tuple[bool, str]]:
     kinds = [kind] if isinstance(kind, str) else list(kind)
     yield (
         set(kinds) != {"none"} and config.num_moe_experts is not None,
-        f"moe_router_load_balancing_type={kind!r}: the engine takes the loss of a whole microbatch "
-        "from RouterLosses; the sequence form has no meaning for one packed row of a tree, and the "
-        "global form depends on the order of microbatches. Set it to 'none'",
+        f"moe_router_load_balancing_type={kind!r} would count rows, not tokens, and take a packed "
+        "tree for one sequence; set it to 'none' and give RouterLosses a coefficient and a form of "
+        "load_balancing: 'microbatch', 'sequence' or 'global'",
     )
     yield (
         config.moe_z_loss_coeff is not None,
@@ -151,6 +151,11 @@ def _experts(config: Any, ranks: ParallelRanks) -> Iterator[tuple[bool, str]]:
         or bool(getattr(config, "moe_router_force_load_balancing", False)),
         "routing must be deterministic; leave moe_input_jitter_eps None and "
         "moe_router_force_load_balancing False",
+    )
+    yield (
+        config.moe_apply_probs_on_input or getattr(config, "moe_latent_size", None) is not None,
+        "experts weigh what they make and take rows as wide as the model's; leave "
+        "moe_apply_probs_on_input False and moe_latent_size None",
     )
     yield (
         bool(getattr(config, "moe_router_fusion", False)),

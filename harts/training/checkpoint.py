@@ -111,26 +111,42 @@ def save_checkpoint(
     Raises:
         CheckpointError: it could not be written; nothing of it is left, older ones are.
     """
-    final = directory / f"step-{step:06d}"
-    temporary = directory / f"{_UNFINISHED}{final.name}"
+    state = {"config": config, "data_fingerprint": data_fingerprint}
+    with new_checkpoint(directory, step=step, state=state, keep=keep) as temporary:
+        model.save_pretrained(temporary)
+        save_file(_training_tensors(model, optimizer), temporary / _TENSORS)
+    return Checkpoint.open(_final(directory, step))
+
+
+@contextlib.contextmanager
+def new_checkpoint(
+    directory: Path, *, step: int, state: Mapping[str, Any], keep: int
+) -> Iterator[Path]:
+    """A folder to fill, which becomes the checkpoint of ``step`` once it is whole and on disk.
+
+    Args:
+        directory: of all checkpoints; all but the newest ``keep`` are dropped afterwards.
+        step: optimiser steps done.
+        state: what the checkpoint says of itself beside step and version.
+        keep: checkpoints that stay.
+
+    Raises:
+        CheckpointError: it could not be written; nothing of it is left, older ones are.
+    """
+    final, temporary = _final(directory, step), unfinished(directory, step)
     with writing(final):
         try:
             _discard(temporary)
             temporary.mkdir(parents=True)
-            model.save_pretrained(temporary)
-            save_file(_training_tensors(model, optimizer), temporary / _TENSORS)
-            state = {
-                "version": STATE_VERSION,
-                "step": step,
-                "config": config,
-                "data_fingerprint": data_fingerprint,
-            }
-            (temporary / _STATE).write_text(json.dumps(state, indent=2))
+            yield temporary
+            said = {"version": STATE_VERSION, "step": step, **state}
+            (temporary / _STATE).write_text(json.dumps(said, indent=2))
             # Some files are made for their owner alone, this one as the umask says.
             mode = stat.S_IMODE((temporary / _STATE).stat().st_mode)
-            for file in temporary.iterdir():
-                file.chmod(mode)
-                _sync(file)
+            for path in temporary.rglob("*"):
+                if path.is_file():
+                    path.chmod(mode)
+                _sync(path)
             _sync(temporary)
             _discard(final)
             temporary.rename(final)
@@ -140,7 +156,15 @@ def save_checkpoint(
             raise
         for old in checkpoints(directory)[:-keep]:
             _discard(old)
-    return Checkpoint.open(final)
+
+
+def unfinished(directory: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is being written."""
+    return directory / f"{_UNFINISHED}{_final(directory, step).name}"
+
+
+def _final(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:06d}"
 
 
 def checkpoints(directory: Path) -> list[Path]:

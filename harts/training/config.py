@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harts.errors import HartsError, InputError, UnsupportedError
+from harts.errors import HartsError, InputError
 from harts.objectives import GRPO, PPO
 from harts.planning.step import Planner
 from harts.training.comparison import ComparisonConfig
@@ -23,7 +23,8 @@ from harts.training.data import DataConfig
 from harts.training.model import ModelConfig
 from harts.training.naming import nearest
 from harts.training.optimizer import OptimizerConfig, ScheduleConfig
-from harts.training.step import RouterLosses
+from harts.training.parallel import MegatronConfig
+from harts.training.step import BalancingForm, RouterLosses
 
 Section = TypeVar("Section")
 Engine = Literal["huggingface", "megatron"]
@@ -35,7 +36,8 @@ class PlanConfig:
     """How the trajectories of a step are shared out."""
 
     replicas: int = 1
-    """Data-parallel replicas; this engine runs them one after the other in one process."""
+    """Data-parallel replicas; engine: huggingface runs them one after the other in one process,
+    with engine: megatron the processes and parallel sizes say how many there are."""
     capacity: int = 4096
     """Compact tokens that one microbatch may hold; the longest trajectory must fit."""
     planner: Planner = "best"
@@ -58,24 +60,24 @@ class RouterConfig:
 
     z_coefficient: float = 0.0
     load_balancing_coefficient: float = 0.0
+    load_balancing: BalancingForm = "microbatch"
+    """Over which tokens the load is averaged: a microbatch's, each trajectory's, or the step's."""
     expert_bias_rate: float = 0.0
     """How far each step moves an expert's selection bias against its load; 0 leaves it."""
 
     def __post_init__(self) -> None:
-        RouterLosses(**self._coefficients())
+        _ = self.losses  # refuses what they refuse
         if not self.expert_bias_rate >= 0:
             raise InputError(f"expert_bias_rate must be at least 0, got {self.expert_bias_rate}")
 
     @property
     def losses(self) -> RouterLosses:
         """The two losses that a step adds to the policy loss."""
-        return RouterLosses(**self._coefficients())
-
-    def _coefficients(self) -> dict[str, float]:
-        return {
-            "z_coefficient": self.z_coefficient,
-            "load_balancing_coefficient": self.load_balancing_coefficient,
-        }
+        return RouterLosses(
+            z_coefficient=self.z_coefficient,
+            load_balancing_coefficient=self.load_balancing_coefficient,
+            load_balancing=self.load_balancing,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class RunConfig:
     """The settings of a configuration that stand outside its sections."""
 
     engine: Engine = "huggingface"
+    """huggingface: one process. megatron: one process a GPU, started by torchrun."""
     steps: int = 100
     """Optimiser steps of the whole run."""
     trees_per_step: int = 4
@@ -108,11 +111,6 @@ class RunConfig:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
-        if self.engine == "megatron":
-            raise UnsupportedError(
-                "engine: megatron is not available yet; use engine: huggingface, which runs a "
-                "step's replicas one after the other in one process"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +122,7 @@ class TrainConfig(RunConfig):
     plan: PlanConfig = field(default_factory=PlanConfig)
     objective: GRPO | PPO = field(default_factory=GRPO)
     router: RouterConfig = field(default_factory=RouterConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
@@ -151,6 +150,7 @@ _SECTIONS: Mapping[str, type] = {
     "model": ModelConfig,
     "plan": PlanConfig,
     "router": RouterConfig,
+    "megatron": MegatronConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "comparison": ComparisonConfig,
@@ -162,7 +162,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises:
         InputError: unreadable file, unknown key or bad value; the message names the key.
-        UnsupportedError: an engine that is not available yet.
     """
     try:
         loaded = OmegaConf.load(path)
@@ -189,7 +188,6 @@ def to_config(values: Mapping[str, Any]) -> TrainConfig:
 
     Raises:
         InputError: unknown key, bad value or missing section; the message names the key.
-        UnsupportedError: an engine that is not available yet.
     """
     run = _field_types(RunConfig)
     for key in values:

@@ -6,19 +6,26 @@ Any wrapper that averages gradients over the processes will do: DistributedDataP
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from harts.errors import InputError
 from harts.models import TreePolicy
 from harts.objectives import PolicyObjective, StepTargets
 from harts.planning.step import Microbatch, StepPlan
-from harts.training.step import RouterLosses, StepOutcome, StepSums, StepTotals, run_microbatch
+from harts.training.step import (
+    RouterLosses,
+    StepOutcome,
+    StepSums,
+    StepTotals,
+    count_experts,
+    run_microbatch,
+)
 from harts.trajectories import TrajectoryBatch
 
 
@@ -56,14 +63,12 @@ def run_replica(
         InputError: a plan for another number of replicas, or a policy that nothing averages.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if plan.replicas != size:
-        raise InputError(
-            f"the plan is for {plan.replicas} replicas, and {size} processes run it; plan the step "
-            f"with replicas={size}"
-        )
+    _check(plan, size)
     synchronise, inner = _wrapping(policy)
     own = [m for m in plan.microbatches if m.replica == rank]
     total = StepTotals(batch, len(plan.counted))
+    if router.load_balancing == "global":
+        total.set_expert_counts(_step_counts(policy, batch, own, group))
     for slot, microbatch in enumerate(own):
         with synchronise(slot + 1 == len(own)):
             run_microbatch(
@@ -81,6 +86,27 @@ def run_replica(
             on_microbatch(microbatch)
     total.sums = _sum_over_replicas(total.sums, group)
     return total.outcome()
+
+
+def _check(plan: StepPlan, processes: int) -> None:
+    if plan.replicas != processes:
+        raise InputError(
+            f"the plan is for {plan.replicas} replicas, and {processes} processes run it; plan the "
+            f"step with replicas={processes}"
+        )
+
+
+def _step_counts(
+    policy: nn.Module,
+    batch: TrajectoryBatch,
+    own: Sequence[Microbatch],
+    group: dist.ProcessGroup | None,
+) -> dict[int, Tensor]:
+    """[E] assignments of the whole step by MoE layer, after a forward of this replica's slots."""
+    counted = StepSums(expert_counts=count_experts(policy, batch, own))
+    summed = _sum_over_replicas(counted, group).expert_counts
+    device = next(policy.parameters()).device
+    return {layer: counts.to(device) for layer, counts in enumerate(summed)}
 
 
 def _wrapping(

@@ -260,7 +260,7 @@ def check_same_run(checkpoint: Checkpoint, config: TrainConfig, data_fingerprint
     """
     # Through JSON, as the checkpoint's own went.
     now = json.loads(json.dumps(config.as_mapping()))
-    fixed = ("model", "seed", "trees_per_step")
+    fixed = ("engine", "model", "seed", "trees_per_step")
     before = _flat({k: checkpoint.config.get(k) for k in fixed})
     after = _flat({k: now[k] for k in fixed})
     for key in sorted({*before, *after}):

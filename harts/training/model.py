@@ -82,12 +82,7 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
         InputError: not a model directory, or weights are missing or unreadable.
         UnsupportedError: HARTS has no adapter for the family.
     """
-    if not (directory / "config.json").is_file():
-        raise InputError(
-            f"expected a model directory with a config.json at {directory}, found none. HARTS does "
-            "not download models: give model.path a local directory."
-        )
-    family_named(_model_type(directory))
+    _check_directory(directory)
     if not any((directory / name).is_file() for name in _WEIGHTS):
         raise InputError(
             f"expected the weights {_WEIGHTS[0]} (or {_WEIGHTS[1]} and its parts) in {directory}, "
@@ -116,6 +111,33 @@ def load_model(directory: Path, dtype: Precision) -> PreTrainedModel:
             f"first {min(report['missing_keys'])!r}; give a complete model directory"
         )
     return model.train()
+
+
+def library_config(config: ModelConfig) -> PretrainedConfig:
+    """The library's configuration of the model, without making it.
+
+    Raises:
+        InputError: a configuration field is unknown or has a bad value; no such directory.
+        UnsupportedError: HARTS has no adapter for the family.
+    """
+    if config.path is None:
+        assert config.model_type is not None
+        return _library_config(config.model_type, config.config)
+    _check_directory(Path(config.path))
+    try:
+        read: PretrainedConfig = AutoConfig.from_pretrained(config.path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"cannot read {config.path}/config.json: {_one_line(error)}") from error
+    return read
+
+
+def _check_directory(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise InputError(
+            f"expected a model directory with a config.json at {directory}, found none. HARTS does "
+            "not download models: give model.path a local directory."
+        )
+    family_named(_model_type(directory))
 
 
 def _model_type(directory: Path) -> str:

@@ -18,6 +18,7 @@ from harts.training.checkpoint import (
 )
 from harts.training.comparison import Fidelity, StepTimes, measure_fidelity, time_step
 from harts.training.config import TrainConfig
+from harts.training.data import TrainingData
 from harts.training.loop import Observer, Trainer, changed_settings
 from harts.training.metrics import MetricsLog, StepMetrics
 from harts.training.model import quiet_library
@@ -55,8 +56,10 @@ def train(config: TrainConfig, observer: Observer) -> RunReport:
     directory = config.directory
     checkpoint = find_checkpoint(config)
     trainer = Trainer.start(config, checkpoint)
-    _introduce(trainer, checkpoint, observer)
-    with _held(directory, afresh=config.resume == "never"):
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    described = f"{trainer.policy.family.model_type} with {parameters:,} parameters"
+    introduce(config, trainer.data, described, checkpoint, observer)
+    with held(directory, afresh=config.resume == "never"):
         discard_unfinished(directory / CHECKPOINTS)
         if trainer.steps_done < config.steps:  # a finished run keeps the settings it ran with
             write_whole(directory / "config.yaml", config.as_yaml())
@@ -120,23 +123,27 @@ def _open_newest(path: Path) -> Checkpoint:
         raise InputError(f"{str(error).rstrip('.')}. {way_back(path)}") from error
 
 
-def _introduce(trainer: Trainer, checkpoint: Checkpoint | None, observer: Observer) -> None:
-    data = trainer.data
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+def introduce(
+    config: TrainConfig,
+    data: TrainingData,
+    model: str,
+    checkpoint: Checkpoint | None,
+    observer: Observer,
+) -> None:
+    """Say what a run trains on, which ``model``, and where it goes on from."""
     observer.message(
         f"{len(data.batch):,} trajectories in {len(data.trees)} rollout trees, "
-        f"{data.batch.raw_tokens:,} tokens; {trainer.policy.family.model_type} with "
-        f"{parameters:,} parameters"
+        f"{data.batch.raw_tokens:,} tokens; {model}"
     )
     for note in data.notes():
         observer.message(note)
     if checkpoint is not None:
-        left = trainer.config.steps - checkpoint.step
+        left = config.steps - checkpoint.step
         observer.message(
             f"going on from {checkpoint.path}, {left} steps left"
             + ("" if left else "; resume=never trains afresh")
         )
-        for change in changed_settings(checkpoint, trainer.config):
+        for change in changed_settings(checkpoint, config):
             observer.message(f"changed since that checkpoint, for the steps left: {change}")
 
 
@@ -153,7 +160,7 @@ def _compare(trainer: Trainer, observer: Observer) -> tuple[StepTimes | None, Fi
 
 
 @contextlib.contextmanager
-def _held(directory: Path, *, afresh: bool) -> Iterator[None]:
+def held(directory: Path, *, afresh: bool) -> Iterator[None]:
     """Hold a run directory against a second run; the system lets go when the process ends.
 
     With ``afresh``, an earlier run there is moved aside first.

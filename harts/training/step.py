@@ -3,8 +3,9 @@
 Shapes: S semantic positions · N trajectories · P = S - N log-prob positions · E experts.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from harts.ops.router import RouterStatistics, load_balancing_loss, z_loss
 from harts.planning.step import Microbatch, StepPlan
 from harts.trajectories import TrajectoryBatch
 
+BalancingForm = Literal["microbatch", "sequence", "global"]
 FILLER_WEIGHT = 0.0
 """What the log-probs of a filler microbatch weigh."""
 
@@ -25,17 +27,49 @@ FILLER_WEIGHT = 0.0
 class RouterLosses:
     """Coefficients of the MoE router losses.
 
-    By the convention of training engines these losses are means over a microbatch, averaged over
-    the step's microbatches, fillers aside; so, unlike the policy loss, they depend on the plan.
+    By the convention of training engines the z-loss is a mean over a microbatch, averaged over the
+    step's microbatches, fillers aside; so, unlike the policy loss, it depends on the plan.
     """
 
     z_coefficient: float = 0.0
     load_balancing_coefficient: float = 0.0
+    load_balancing: BalancingForm = "microbatch"
+    """Over which tokens assignments and probabilities are averaged before they are multiplied: a
+    microbatch's, as with the z-loss; each trajectory's, then averaged over the trajectories of the
+    step; or all of the step. No plan changes the latter two. The last runs every forward twice,
+    since the assignments of the whole step must be known before the first backward."""
 
     def __post_init__(self) -> None:
         for name in ("z_coefficient", "load_balancing_coefficient"):
             if not getattr(self, name) >= 0:
                 raise InputError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.load_balancing not in get_args(BalancingForm):
+            raise InputError(
+                f"load_balancing must be one of {get_args(BalancingForm)}, got "
+                f"{self.load_balancing!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepScale:
+    """What the router losses of a step are averaged over; layers have numbers of the caller's."""
+
+    microbatches: int
+    """Over all replicas, fillers aside."""
+    trajectories: int
+    expert_counts: Mapping[int, Tensor] = field(default_factory=dict)
+    """[E] assignments of the whole step by layer, where the balancing form needs them."""
+
+    def balancing(
+        self, form: BalancingForm, statistics: RouterStatistics, top_k: int, layer: int
+    ) -> Tensor:
+        """What one microbatch adds to the load-balancing loss of a layer, without coefficient."""
+        if form == "sequence":
+            assert statistics.sequence_losses is not None
+            return statistics.sequence_losses / self.trajectories
+        if form == "global":
+            return load_balancing_loss(statistics, top_k, self.expert_counts[layer])
+        return load_balancing_loss(statistics, top_k) / self.microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,7 +79,8 @@ class MicrobatchLoss:
     total: Tensor
     policy: ObjectiveOutput
     z_loss: Tensor
-    """Mean over the MoE layers, before its coefficient; 0 in a dense model."""
+    """Mean over the MoE layers of what this microbatch adds to the step's loss, before its
+    coefficient; 0 in a dense model."""
     load_balancing_loss: Tensor
 
 
@@ -71,7 +106,7 @@ def microbatch_loss(
     router: RouterLosses,
     *,
     top_k: int,
-    microbatches: int,
+    scale: StepScale,
 ) -> MicrobatchLoss:
     """Policy loss of one microbatch and its share of the router losses.
 
@@ -81,16 +116,18 @@ def microbatch_loss(
         objective: GRPO, PPO or any other function of log-probs in original order.
         router: coefficients of the router losses.
         top_k: experts per token.
-        microbatches: number of microbatches of the step, over all replicas, fillers aside.
+        scale: of the step.
     """
     policy = objective(output.logprobs, targets)
     zero = output.logprobs.new_zeros(())
     layers = max(len(output.router), 1)
-    z = sum((z_loss(s) for s in output.router), zero) / layers
-    balance = sum((load_balancing_loss(s, top_k) for s in output.router), zero) / layers
+    z = sum((z_loss(s) for s in output.router), zero) / (layers * scale.microbatches)
+    form = router.load_balancing
+    balances = (scale.balancing(form, s, top_k, i) for i, s in enumerate(output.router))
+    balance = sum(balances, zero) / layers
     router_total = router.z_coefficient * z + router.load_balancing_coefficient * balance
     return MicrobatchLoss(
-        total=policy.loss + router_total * layers / microbatches,
+        total=policy.loss + router_total * layers,
         policy=policy,
         z_loss=z.detach(),
         load_balancing_loss=balance.detach(),
@@ -131,6 +168,9 @@ def run_step(
         on_microbatch: called after each microbatch, for progress.
     """
     total = StepTotals(batch, len(plan.counted))
+    if router.load_balancing == "global":
+        counts = count_experts(policy, batch, plan.microbatches)
+        total.set_expert_counts(dict(enumerate(counts)))
     for microbatch in plan.microbatches:
         run_microbatch(
             policy, batch, microbatch, targets, objective, router, total, top_k=policy.top_k
@@ -140,8 +180,21 @@ def run_step(
     return total.outcome()
 
 
+@torch.no_grad()
+def count_experts(
+    policy: Callable[..., PolicyOutput], batch: TrajectoryBatch, microbatches: Sequence[Microbatch]
+) -> tuple[Tensor, ...]:
+    """[E] assignments of microbatches, one a MoE layer; fillers run, and count for nothing."""
+    total = StepSums()
+    for microbatch in microbatches:
+        output = policy(build_layout(batch, microbatch.forest, microbatch.calls))
+        if not microbatch.filler:
+            total += StepSums(expert_counts=tuple(s.counts for s in output.router))
+    return total.expert_counts
+
+
 def run_microbatch(
-    policy: Callable[[CompactLayout], PolicyOutput],
+    policy: Callable[..., PolicyOutput],
     batch: TrajectoryBatch,
     microbatch: Microbatch,
     targets: StepTargets,
@@ -157,7 +210,7 @@ def run_microbatch(
     ``scale`` multiplies the loss that backward starts from, and nothing else.
     """
     layout = build_layout(batch, microbatch.forest, microbatch.calls)
-    output = policy(layout)
+    output = policy(layout, sequence_losses=router.load_balancing == "sequence")
     if microbatch.filler:
         torch.autograd.backward(filler_loss(output))
         return
@@ -167,7 +220,7 @@ def run_microbatch(
         objective,
         router,
         top_k=top_k,
-        microbatches=total.microbatches,
+        scale=total.scale,
     )
     torch.autograd.backward(loss.total * scale)
     total.add(layout, output, loss)
@@ -206,8 +259,12 @@ class StepTotals:
     def __init__(self, batch: TrajectoryBatch, microbatches: int) -> None:
         self._offsets = batch.position_offsets
         self._logprobs: Tensor | None = None
-        self.microbatches = microbatches
+        self.scale = StepScale(microbatches=microbatches, trajectories=len(batch))
         self.sums = StepSums()
+
+    def set_expert_counts(self, counts: Mapping[int, Tensor]) -> None:
+        """Tell the assignments [E] of the whole step, by layer, before its first loss."""
+        self.scale = replace(self.scale, expert_counts=counts)
 
     def add(self, layout: CompactLayout, output: PolicyOutput, loss: MicrobatchLoss) -> None:
         """Add one microbatch; its log-probs go to their trajectories' places."""
@@ -230,8 +287,8 @@ class StepTotals:
         self.sums += StepSums(
             loss=float(loss.total.detach()),
             policy_loss=float(loss.policy.loss.detach()),
-            z_loss=float(loss.z_loss) / self.microbatches,
-            load_balancing_loss=float(loss.load_balancing_loss) / self.microbatches,
+            z_loss=float(loss.z_loss),
+            load_balancing_loss=float(loss.load_balancing_loss),
             metrics={name: float(value) for name, value in loss.policy.metrics.items()},
             expert_counts=tuple(s.counts for s in router),
         )

@@ -22,7 +22,6 @@ from tests.megatron.small import (
     EPSILON,
     LEARNING_RATE,
     OBJECTIVE,
-    ROUTER,
     Truth,
     Truths,
     Work,
@@ -45,6 +44,7 @@ class Case:
     recompute: bool = False
     distributed_optimizer: bool = False
     overlap: bool = False
+    """Of gradient reduction with backward, and of shared experts with dispatch."""
     dtype: torch.dtype = torch.float64
     work: Work = dataclasses.field(default_factory=Work)
     mutation: str | None = None
@@ -57,7 +57,19 @@ class Case:
 ONE = Work()
 TWO = Work(replicas=2)
 FILLED = Work(replicas=2, trajectories=1)
-WORKS = [ONE, TWO, FILLED]
+NEXT = Work(family="qwen3_next")
+NEXT_TWO = Work(family="qwen3_next", replicas=2)
+MOE = Work(family="qwen3_moe")
+DENSE = Work(family="qwen3")
+NEWER_MOE = Work(family="qwen3_5_moe_text")
+NEWER_DENSE = Work(family="qwen3_5_text")
+SEQUENCE = Work(balancing="sequence")
+NEXT_SEQUENCE = Work(family="qwen3_next", replicas=2, balancing="sequence")
+GLOBAL = Work(replicas=2, balancing="global")
+WORKS = [
+    *(ONE, TWO, FILLED, NEXT, NEXT_TWO, MOE, DENSE, NEWER_MOE, NEWER_DENSE),
+    *(SEQUENCE, NEXT_SEQUENCE, GLOBAL),
+]
 CASES: dict[str, Case] = {
     "TP2 PP2": Case(tp=2, pp=2),
     "TP2 EP2": Case(tp=2, dp=2, ep=2, work=TWO, recompute=True),
@@ -79,11 +91,40 @@ CASES: dict[str, Case] = {
     "DP2 EP2 with a filler": Case(dp=2, ep=2, work=FILLED),
     "CP2": Case(cp=2),
     "CP2, recomputed": Case(cp=2, recompute=True),
+    "CP2 TP2, balance of sequences": Case(tp=2, cp=2, work=SEQUENCE, recompute=True),
+    "PP2 DP2, balance of the step": Case(pp=2, virtual=2, dp=2, work=GLOBAL, recompute=True),
+    "TP2 EP2, balance of the step": Case(tp=2, dp=2, ep=2, work=GLOBAL),
+    "Qwen3-Next: DP2, balance of sequences": Case(dp=2, ep=2, work=NEXT_SEQUENCE),
+    "Qwen3-Next: CP2 TP2": Case(tp=2, cp=2, work=NEXT, recompute=True),
+    "Qwen3-Next: TP4, keys shared": Case(tp=4, work=NEXT),
+    "Qwen3-Next: TP2 PP2": Case(tp=2, pp=2, work=NEXT),
+    "Qwen3-Next: TP2 EP2": Case(tp=2, dp=2, ep=2, overlap=True, work=NEXT_TWO),
+    "Qwen3-Next: single": Case(work=NEXT),
+    "Qwen3-Next: TP2": Case(tp=2, work=NEXT),
+    "Qwen3-Next: TP2, experts whole": Case(tp=2, expert_tp=1, work=NEXT, recompute=True),
+    "Qwen3-Next: PP2": Case(pp=2, work=NEXT, recompute=True),
+    "Qwen3-Next: EP2": Case(dp=2, ep=2, work=NEXT_TWO),
+    "Qwen3-Next: DP2": Case(dp=2, work=NEXT_TWO, distributed_optimizer=True, recompute=True),
+    "Qwen3-Next: DP2 EP2": Case(dp=2, ep=2, work=NEXT_TWO, distributed_optimizer=True),
+    "Qwen3-Next: CP2": Case(cp=2, work=NEXT),
+    "Qwen3 MoE: TP2": Case(tp=2, work=MOE),
+    "Qwen3: TP2": Case(tp=2, work=DENSE),
+    "Qwen3.5 MoE: CP2": Case(cp=2, work=NEWER_MOE),
+    "Qwen3.5: TP2": Case(tp=2, work=NEWER_DENSE),
 }
 MUTATED: dict[str, Case] = {
     "q ignored": Case(mutation="q ignored"),
     "padding counted": Case(tp=2, mutation="padding counted"),
     "convolution context of a neighbour": Case(cp=2, mutation="convolution context of a neighbour"),
+    "Gated DeltaNet: convolution context of a neighbour": Case(
+        cp=2, work=NEXT, mutation="Gated DeltaNet: convolution context of a neighbour"
+    ),
+    "keys and values of another group": Case(
+        cp=2, work=NEXT, mutation="keys and values of another group"
+    ),
+    "trajectories balanced on each rank alone": Case(
+        tp=2, work=SEQUENCE, mutation="trajectories balanced on each rank alone"
+    ),
     "another microbatch's plan on a stage": Case(
         pp=2, mutation="another microbatch's plan on a stage"
     ),
@@ -141,7 +182,7 @@ def processes(rank: int, count: int, store: str) -> Iterator[None]:
 
 
 def truth_file(folder: str, work: Work) -> Path:
-    return Path(folder) / f"truth-{work.replicas}-{work.capacity}-{work.trajectories}.pt"
+    return Path(folder) / f"truth-{'-'.join(map(str, dataclasses.astuple(work)))}.pt"
 
 
 def errors_file(folder: str, name: str, rank: int) -> Path:
@@ -184,6 +225,7 @@ def settings(case: Case) -> dict[str, Any]:
         "expert_tensor_parallel_size": case.tp if case.expert_tp is None else case.expert_tp,
         "moe_router_dtype": "fp64" if case.dtype == torch.float64 else "fp32",
         "moe_router_bias_update_rate": BIAS_RATE,
+        "moe_shared_expert_overlap": case.overlap,
         "use_cpu_initialization": True,
         "params_dtype": case.dtype,
         "pipeline_dtype": case.dtype,
@@ -205,7 +247,7 @@ def build(case: Case, weights: dict[str, torch.Tensor]) -> tuple[Any, Any]:
 
     from harts.megatron import build_model, load_hugging_face, transformer_config
 
-    source = small_config()
+    source = small_config(case.work.family)
     config = transformer_config(source, **settings(case))
     chunks = build_model(source, config)
     load_hugging_face(chunks, source, weights)
@@ -236,7 +278,7 @@ def run_case(case: Case, truths: Truths) -> list[Errors]:
     """Two optimiser steps, each compared with the truth."""
     from harts.megatron import MegatronEngine, weight_pieces
 
-    source = small_config()
+    source = small_config(case.work.family)
     batch, plan, targets = case.work.batch(), case.work.plan(), case.work.targets()
     found = []
     with grid(case), MUTATIONS[case.mutation]() if case.mutation else contextlib.nullcontext():
@@ -246,7 +288,7 @@ def run_case(case: Case, truths: Truths) -> list[Errors]:
         for truth in truths.steps[: 1 if case.mutation else None]:
             optimizer.zero_grad()
             before = len(calls)
-            outcome = engine.run_step(batch, plan, targets, OBJECTIVE, ROUTER)
+            outcome = engine.run_step(batch, plan, targets, OBJECTIVE, case.work.router)
             gather_gradients(chunks)
             pieces = list(weight_pieces(chunks, source))
             gradient = piece_errors(pieces, truth.gradients, gradients=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,13 +22,12 @@ def _multiplicity(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _neighbours_context() -> Iterator[None]:
+def _neighbours_context(layer: str) -> Iterator[None]:
     """One rank of context parallelism reads the rows before each sequence in the pack."""
     from megatron.core import parallel_state
 
-    import harts.megatron.kimi_delta_attention as kda
-
-    right = kda.tree_causal_convolution
+    module = importlib.import_module(f"harts.megatron.{layer}")
+    right = module.tree_causal_convolution
 
     def wrong(x: torch.Tensor, weight: torch.Tensor, *, index: Any, **kwargs: Any) -> Any:
         if parallel_state.get_context_parallel_rank() == 1:
@@ -39,7 +39,7 @@ def _neighbours_context() -> Iterator[None]:
             index = dataclasses.replace(index, ancestor_rows=rows)
         return right(x, weight, index=index, **kwargs)
 
-    with mock.patch.object(kda, "tree_causal_convolution", wrong):
+    with mock.patch.object(module, "tree_causal_convolution", wrong):
         yield
 
 
@@ -54,11 +54,11 @@ def _others_plan() -> Iterator[None]:
         assert row_multiple == 1
         return build_layout(*args, row_multiple=512)
 
-    def wrong(self: Any, step: Any, microbatch: Any) -> Any:
-        slot = lay_out(self, step, microbatch)
+    def wrong(self: Any, step: Any, microbatch: Any, **kwargs: Any) -> Any:
+        slot = lay_out(self, step, microbatch, **kwargs)
         if self.ranks.pp_rank == 1:
             own = step.plan.microbatches
-            other = lay_out(self, step, own[(microbatch.slot + 1) % len(own)])
+            other = lay_out(self, step, own[(microbatch.slot + 1) % len(own)], **kwargs)
             right = slot.packet.tree
             # What reaches the loss stays its own: only the layers of this stage are misled.
             tree = dataclasses.replace(
@@ -74,9 +74,37 @@ def _others_plan() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _others_keys() -> Iterator[None]:
+    """Context parallelism hands every group of query heads the keys of the group before."""
+    from harts.megatron.grouped_attention import TreeGroupedAttention
+
+    right = TreeGroupedAttention._whole_rows
+
+    def wrong(self: Any, query: Any, key: Any, value: Any) -> Any:
+        return right(self, query, *(x.roll(1, 1) for x in (key, value)))
+
+    with mock.patch.object(TreeGroupedAttention, "_whole_rows", wrong):
+        yield
+
+
+@contextlib.contextmanager
+def _own_counts() -> Iterator[None]:
+    """Each rank balances trajectories by the assignments of its own rows."""
+    from harts.megatron.router import TreeRouter
+
+    with mock.patch.object(TreeRouter, "_over_ranks", lambda _router, counts: counts):
+        yield
+
+
 MUTATIONS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {
     "q ignored": lambda: _multiplicity(lambda q: q.clamp(max=1)),
     "padding counted": lambda: _multiplicity(lambda q: q.clamp(min=1)),
-    "convolution context of a neighbour": _neighbours_context,
+    "convolution context of a neighbour": lambda: _neighbours_context("kimi_delta_attention"),
+    "Gated DeltaNet: convolution context of a neighbour": lambda: _neighbours_context(
+        "gated_delta_net"
+    ),
+    "keys and values of another group": _others_keys,
+    "trajectories balanced on each rank alone": _own_counts,
     "another microbatch's plan on a stage": _others_plan,
 }

@@ -2,8 +2,10 @@
 
 All cases run in one launch, in float64, and take two steps of Megatron's optimiser. Both engines
 then differ by rounding alone: at most 6e-13 of the largest number of any tensor, so the bound is
-1e-11. In float32 single gradients of this model carry 1e-4 of rounding in either engine (slow
-gates, and keys divided by their norm), so that case compares what is summed from them.
+1e-11. Only the second step of Qwen3-Next, whose gradients are a thousand times as sensitive to the
+weights, shows up to 1e-10; its bound is 1e-9. In float32 single gradients of Ling 3 carry 1e-4 of
+rounding in either engine (slow gates, and keys divided by their norm), so that case compares what
+is summed from them.
 """
 
 import os
@@ -26,9 +28,10 @@ from tests.megatron.grid import (
     errors_file,
     run_process,
 )
-from tests.megatron.small import STEPS, small_model
+from tests.megatron.small import STEPS, small_config, small_model
 
 BOUND = 1e-11
+SENSITIVE_BOUND = 1e-9
 FLOAT32_BOUND = 1e-5
 EXACT = [name for name, case in CASES.items() if case.dtype == torch.float64]
 Found = dict[str, list[list[Errors]]]
@@ -59,6 +62,10 @@ def steps_of(found: Found, name: str) -> list[Errors]:
     return steps
 
 
+def bound_of(name: str) -> float:
+    return SENSITIVE_BOUND if CASES[name].work.family == "qwen3_next" else BOUND
+
+
 def failures(errors: dict[str, float], bound: float) -> list[str]:
     return [f"{name}: {error:.1e}" for name, error in errors.items() if not error <= bound]
 
@@ -67,27 +74,28 @@ def failures(errors: dict[str, float], bound: float) -> list[str]:
 def test_losses_logprobs_and_norms_are_those_of_the_hugging_face_engine(
     found: Found, name: str
 ) -> None:
+    dense = CASES[name].work.family in ("qwen3", "qwen3_5_text")
     for step in steps_of(found, name):
-        assert failures(step.outcome, BOUND) == []
-        assert step.norm <= BOUND
-        assert step.outcome["expert counts"] == 0
+        assert failures(step.outcome, bound_of(name)) == []
+        assert step.norm <= bound_of(name)
+        assert dense or step.outcome["expert counts"] == 0
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_gradient_is_that_of_the_hugging_face_engine(found: Found, name: str) -> None:
     for step in steps_of(found, name):
-        assert failures(step.gradients, BOUND) == []
+        assert failures(step.gradients, bound_of(name)) == []
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_every_parameter_is_compared_on_some_rank(found: Found, name: str) -> None:
     names = {n for step in steps_of(found, name) for n in step.gradients}
-    assert names == {n for n, _ in small_model().named_parameters()}
+    assert names == {n for n, _ in small_model(CASES[name].work.family).named_parameters()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_expert_bias_is_exact_and_weights_follow(found: Found, name: str) -> None:
-    bound = BOUND if name in EXACT else FLOAT32_BOUND
+    bound = bound_of(name) if name in EXACT else FLOAT32_BOUND
     for step in steps_of(found, name):
         assert step.bias == 0
         assert step.weights <= bound
@@ -107,9 +115,10 @@ def test_layers_are_recomputed_where_asked_and_every_log_prob_is_known(
     found: Found, name: str
 ) -> None:
     case = CASES[name]
-    per_step = case.work.plan().slots * (2 if case.recompute else 1)
+    passes = (2 if case.recompute else 1) + (case.work.balancing == "global")
+    per_step = case.work.plan().slots * passes
     for step in steps_of(found, name):
-        assert step.layers == 4 // case.pp
+        assert step.layers == small_config(case.work.family).num_hidden_layers // case.pp
         assert step.layer_calls == step.layers * per_step
     first = [of_rank[0].positions for of_rank in found[name]]
     positions = len(case.work.targets().mask)

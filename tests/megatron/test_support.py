@@ -22,13 +22,14 @@ if importlib.util.find_spec("megatron") is None:
     )
 
 from harts.megatron import MegatronEngine, build_model, load_hugging_face, transformer_config
-from harts.megatron.packet import RouterWeights, make_packet, tree_of
+from harts.megatron.layers import heads_of_rank
+from harts.megatron.packet import make_packet, tree_of
 from harts.megatron.ranks import ParallelRanks
 from harts.megatron.support import check_supported
 from tests.forests import hard_tree, lay_out
 from tests.megatron.cpu import megatron_on_cpu
 from tests.megatron.grid import Case, build, grid, settings
-from tests.megatron.small import OBJECTIVE, ROUTER, Work, small_config, small_model
+from tests.megatron.small import OBJECTIVE, Work, small_config, small_model
 
 
 def config_with(**changes: Any) -> Any:
@@ -62,12 +63,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "sequence form": (
         {"moe_router_load_balancing_type": "seq_aux_loss"},
         {},
-        "the sequence form has no meaning",
+        "moe_router_load_balancing_type='seq_aux_loss' would count rows",
     ),
     "global form": (
         {"moe_router_load_balancing_type": ["global_aux_loss"]},
         {},
-        "the global form depends on the order",
+        "give RouterLosses a coefficient and a form",
     ),
     "MTP": ({"mtp_num_layers": 1}, {}, "leave mtp_num_layers None"),
     "dropout": ({"hidden_dropout": 0.1}, {}, "one dropout mask"),
@@ -89,6 +90,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "dispatcher": ({"moe_token_dispatcher_type": "allgather"}, {}, "set it to 'alltoall'"),
     "experts": ({}, {"ep_size": 3}, "8 experts cannot be cut over expert parallel size 3"),
     "jitter": ({"moe_input_jitter_eps": 0.1}, {}, "routing must be deterministic"),
+    "weighted inputs": ({"moe_apply_probs_on_input": True}, {}, "experts weigh what they make"),
+    "latent experts": ({"moe_latent_size": 8}, {}, "leave .* moe_latent_size None"),
     "fused router": ({"moe_router_fusion": True}, {}, "moe_router_fusion is not tried"),
 }
 
@@ -118,7 +121,7 @@ def test_every_fault_is_named_at_once() -> None:
         ({"norm_topk_prob": False}, "norm_topk_prob=False"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
         ({"num_experts_per_tok": 2}, "twice as many experts a token as groups"),
-        ({"model_type": "qwen3"}, r"'qwen3' does not run in Megatron.*\['bailing_hybrid'\]"),
+        ({"model_type": "llama"}, r"'llama' does not run in Megatron.*\['bailing_hybrid', 'qwen3"),
     ],
 )
 def test_model_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -144,6 +147,27 @@ _READ = (
     "topk_group",
     "rope_parameters",
 )
+
+
+def test_a_window_of_attention_is_refused() -> None:
+    source = small_config("qwen3")
+    source.sliding_window = 8
+    with pytest.raises(UnsupportedError, match=r"sliding_window=8 .* attention without a window"):
+        transformer_config(source)
+    source = small_config("qwen3")
+    source.layer_types = ["full_attention", "sliding_attention"]
+    with pytest.raises(UnsupportedError, match=r"layer types \['sliding_attention'\]"):
+        transformer_config(source)
+
+
+def test_heads_that_ranks_cannot_share_are_refused() -> None:
+    def group(size: int) -> Any:
+        return SimpleNamespace(size=lambda: size)
+
+    groups = SimpleNamespace(tp=group(2), cp=group(4))
+    assert heads_of_rank(16, groups, kind="attention") == 8
+    with pytest.raises(UnsupportedError, match="4 linear-attention key heads cannot be cut"):
+        heads_of_rank(4, groups, kind="linear-attention key")
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +200,7 @@ def test_wrong_weights_are_refused() -> None:
 def test_plans_that_do_not_fit_and_bare_chunks_are_refused() -> None:
     chunks, _ = build(Case(), small_model().state_dict())
     engine, work = MegatronEngine(chunks), Work(replicas=2)
-    step = (work.batch(), work.plan(), work.targets(), OBJECTIVE, ROUTER)
+    step = (work.batch(), work.plan(), work.targets(), OBJECTIVE, work.router)
     with pytest.raises(InputError, match=r"for 2 replicas, and 1 data-parallel.*replicas=1"):
         engine.run_step(*step)
     engine.chunks = [*chunks, *chunks]
@@ -200,7 +224,7 @@ def test_rows_that_cannot_be_cut_and_layers_without_a_tree_are_refused() -> None
     ranks = ParallelRanks(tp_size=2, cp_size=2)
     assert layout.rows % 4
     with pytest.raises(InputError, match="build the layout with row_multiple=4"):
-        make_packet(layout, ranks, "cpu", counted=True, router=RouterWeights())
+        make_packet(layout, ranks, "cpu", router=None)
     with pytest.raises(UnsupportedError, match="called without a rollout tree"):
         tree_of(None)
 

@@ -23,13 +23,14 @@ from harts.models.families import family_named
 from harts.objectives import GRPO, prepare_step
 from harts.planning.step import StepPlan, plan_step
 from harts.training.data_parallel import run_replica
-from harts.training.step import RouterLosses, StepOutcome, run_step
+from harts.training.step import BalancingForm, RouterLosses, StepOutcome, run_step
 from harts.trajectories import TrajectoryBatch
 from tests.forests import hard_tree
 
 REPLICAS = 2
 VOCABULARY = 50
-ROUTER = RouterLosses(z_coefficient=1e-2, load_balancing_coefficient=1e-1)
+FORMS: list[BalancingForm] = ["microbatch", "global"]
+STEPS = [(fillers, form) for fillers in (False, True) for form in FORMS]
 
 
 def replicated(policy: TreePolicy) -> nn.Module:
@@ -95,22 +96,25 @@ def run_process(rank: int, store: str, results: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
     found: dict[str, list[str]] = {}
-    for fillers in (False, True):
+    for fillers, form in STEPS:
+        router = RouterLosses(
+            z_coefficient=1e-2, load_balancing_coefficient=1e-1, load_balancing=form
+        )
         batch, plan, policy = make_step(fillers)
         targets = prepare_step(batch, GRPO())
         own = [m.members for m in plan.counted if m.replica == rank]
         positions = sum(int((batch.lengths[members] - 1).sum()) for members in own)
         alone = copy.deepcopy(policy)
         with float64_everywhere():
-            truth = run_step(alone, batch, plan, targets, GRPO(), ROUTER)
+            truth = run_step(alone, batch, plan, targets, GRPO(), router)
             for name, wrap in WRAPPERS.items():
                 wrapped = wrap(copy.deepcopy(policy))
-                outcome = run_replica(wrapped, batch, plan, targets, GRPO(), ROUTER)
+                outcome = run_replica(wrapped, batch, plan, targets, GRPO(), router)
                 named = {
                     n.removeprefix("module."): whole(p.grad) for n, p in wrapped.named_parameters()
                 }
                 expected = {f"model.{n}": g for n, g in gradients(alone.model).items()}
-                found[f"{name}, fillers {fillers}"] = differences(
+                found[f"{name}, fillers {fillers}, {form}"] = differences(
                     outcome, named, copy.deepcopy(truth), expected, positions
                 )
     torch.save(found, Path(results) / f"{rank}.pt")
@@ -124,12 +128,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[str]]
     return [torch.load(folder / f"{rank}.pt") for rank in range(REPLICAS)]
 
 
-@pytest.mark.parametrize("fillers", [False, True])
+@pytest.mark.parametrize(("fillers", "form"), STEPS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_two_processes_equal_one(
-    found: list[dict[str, list[str]]], wrapper: str, fillers: bool
+    found: list[dict[str, list[str]]], wrapper: str, fillers: bool, form: str
 ) -> None:
-    assert [of_rank[f"{wrapper}, fillers {fillers}"] for of_rank in found] == [[], []]
+    assert [of_rank[f"{wrapper}, fillers {fillers}, {form}"] for of_rank in found] == [[], []]
 
 
 def test_the_steps_are_what_they_should_be() -> None:
@@ -152,7 +156,7 @@ def test_a_plan_for_other_processes_and_a_bare_policy_are_refused() -> None:
     batch, plan, policy = make_step(fillers=False)
     targets = prepare_step(batch, GRPO())
     with pytest.raises(InputError, match=r"for 2 replicas, and 1 processes.*replicas=1"):
-        run_replica(policy, batch, plan, targets, GRPO(), ROUTER)
+        run_replica(policy, batch, plan, targets, GRPO(), RouterLosses())
     alone = plan_step(batch, replicas=1, capacity=400)
     with pytest.raises(InputError, match=r"nothing averages the gradients of TreePolicy"):
-        run_replica(policy, batch, alone, targets, GRPO(), ROUTER)
+        run_replica(policy, batch, alone, targets, GRPO(), RouterLosses())

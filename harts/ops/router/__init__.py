@@ -7,9 +7,11 @@ from harts.ops.router.reference import (
     updated_expert_bias,
     z_loss,
 )
+from harts.ops.router.sequences import TrajectoryRows
 
 __all__ = [
     "RouterStatistics",
+    "TrajectoryRows",
     "load_balancing_loss",
     "router_statistics",
     "updated_expert_bias",

@@ -5,11 +5,13 @@ Shapes: R physical rows (padding included) · E experts · k experts per token.
 Each compact row is routed once and stands for q tokens (paper Eq. 20 and section 3.5, MoE
 semantics). Statistics add over rows, ranks and accumulated calls; the losses are ratios of sums,
 so they are taken once, after adding. By the engines' convention they are per microbatch: sum
-statistics over no more than one microbatch before a loss.
+statistics over no more than one microbatch before a loss. The load-balancing loss has two more
+forms, which no plan can change: of each trajectory (`harts.ops.router.sequences`), and of the step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +19,11 @@ import torch
 from torch import Tensor
 
 from harts.errors import InputError
+from harts.ops.router.sequences import (
+    TrajectoryRows,
+    counts_of_runs,
+    sequence_balancing_loss,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,13 +42,19 @@ class RouterStatistics:
     tokens: Tensor
     """[] float64, sum of q: semantic tokens behind these sums."""
 
+    sequence_losses: Tensor | None = None
+    """[] sum over trajectories of each one's own `load_balancing_loss`, differentiable; None where
+    nobody asked for it."""
+
     def __add__(self, other: RouterStatistics) -> RouterStatistics:
         """Statistics of both sets of rows together."""
+        alone = [s.sequence_losses for s in (self, other) if s.sequence_losses is not None]
         return RouterStatistics(
             mass=self.mass + other.mass,
             counts=self.counts + other.counts,
             z_sum=self.z_sum + other.z_sum,
             tokens=self.tokens + other.tokens,
+            sequence_losses=sum(alone[1:], alone[0]) if alone else None,
         )
 
 
@@ -50,6 +63,9 @@ def router_statistics(
     selected: Tensor,
     multiplicity: Tensor,
     score: Literal["sigmoid", "softmax"] = "softmax",
+    *,
+    trajectories: TrajectoryRows | None = None,
+    over_ranks: Callable[[Tensor], Tensor] = lambda counts: counts,
 ) -> RouterStatistics:
     """Sum what a router did over its rows, each weighted by the tokens it stands for.
 
@@ -59,6 +75,8 @@ def router_statistics(
         multiplicity: [R] q, integer; 0 at padding.
         score: how logits become probabilities: "softmax", or "sigmoid" scores divided by their
             row sum (Megatron's auxiliary loss for sigmoid routers).
+        trajectories: of the rows at hand; asks for ``sequence_losses``.
+        over_ranks: sums [X, E] counts of runs over the ranks that hold rows of the microbatch.
 
     Returns:
         The sums; `mass` and `z_sum` in float32, or float64 for float64 logits.
@@ -73,24 +91,21 @@ def router_statistics(
     clean = torch.where(real[:, None], logits, 0.0)
     clean = clean if clean.dtype == torch.float64 else clean.float()
     q = multiplicity.to(clean.dtype)
-    if score == "softmax":
-        probability = clean.softmax(-1)
-    else:
-        scores = clean.sigmoid()
-        probability = scores / (scores.sum(-1, keepdim=True) + 1e-20)
+    probability = _probability(clean, score)
     chosen = torch.where(real[:, None], selected, 0)
-    if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
-        raise InputError(
-            f"router_statistics: selected experts must lie in [0, {experts}); got "
-            f"{int(chosen.min())} .. {int(chosen.max())}. Pass global expert numbers."
-        )
+    _check_chosen(chosen, experts)
     weights = multiplicity[:, None].expand_as(chosen).double()
     counts = weights.new_zeros(experts).index_add(0, chosen.flatten(), weights.flatten())
+    alone = None
+    if trajectories is not None:
+        by_run = over_ranks(counts_of_runs(trajectories, chosen, experts))
+        alone = sequence_balancing_loss(trajectories, probability, by_run, chosen.shape[1])
     return RouterStatistics(
         mass=q @ probability,
         counts=counts,
         z_sum=q @ clean.logsumexp(-1).square(),
         tokens=multiplicity.sum().double(),
+        sequence_losses=alone,
     )
 
 
@@ -99,7 +114,9 @@ def z_loss(statistics: RouterStatistics) -> Tensor:
     return statistics.z_sum / _tokens(statistics)
 
 
-def load_balancing_loss(statistics: RouterStatistics, top_k: int) -> Tensor:
+def load_balancing_loss(
+    statistics: RouterStatistics, top_k: int, step_counts: Tensor | None = None
+) -> Tensor:
     """Switch-style E * sum_e (share of assignments of e) * (mean probability of e).
 
     1 for a router that is uniform in both. No coefficient; 0 without tokens.
@@ -107,15 +124,19 @@ def load_balancing_loss(statistics: RouterStatistics, top_k: int) -> Tensor:
     Args:
         statistics: sums over one microbatch.
         top_k: k, experts chosen per token.
+        step_counts: [E] assignments of a whole step. Share and mean are then over the step's
+            tokens, and the result is what this microbatch adds to the step's one loss.
 
     Raises:
         InputError: top_k is not positive.
     """
     if top_k < 1:
         raise InputError(f"load_balancing_loss: top_k must be at least 1; got {top_k}.")
-    tokens = _tokens(statistics)
-    share = statistics.counts.to(statistics.mass.dtype) / (tokens * top_k)
-    return len(share) * (share * (statistics.mass / tokens)).sum()
+    counts = statistics.counts if step_counts is None else step_counts
+    tokens = _tokens(statistics) if step_counts is None else counts.sum() / top_k
+    mass = statistics.mass
+    share = counts.to(mass.dtype) / (tokens * top_k).to(mass.dtype)
+    return len(share) * (share * (mass / tokens.to(mass.dtype))).sum()
 
 
 def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
@@ -144,6 +165,25 @@ def updated_expert_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
 def _tokens(statistics: RouterStatistics) -> Tensor:
     """Token count in the dtype of the sums; 1 in place of 0, whose sums are 0."""
     return statistics.tokens.clamp(min=1).to(statistics.mass.dtype)
+
+
+def _probability(logits: Tensor, score: str) -> Tensor:
+    """[R, E] routing probabilities."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def _check_chosen(chosen: Tensor, experts: int) -> None:
+    # On a GPU a look would wait for it, and index_add refuses such a number itself.
+    if chosen.is_cuda or not chosen.numel():
+        return
+    if not 0 <= int(chosen.min()) <= int(chosen.max()) < experts:
+        raise InputError(
+            f"router_statistics: selected experts must lie in [0, {experts}); got "
+            f"{int(chosen.min())} .. {int(chosen.max())}. Pass global expert numbers."
+        )
 
 
 def _check(logits: Tensor, selected: Tensor, multiplicity: Tensor, score: str) -> None:

@@ -5,7 +5,7 @@ V value dim.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,30 @@ from harts.ops.tree_index import TreeIndex
 
 _L2_NORM_EPSILON = 1e-6
 
-# Opaque to torch.compile, which fuses what lies around them.
-_outside: Any = torch.compiler.disable
-_convolution: Callable[..., Tensor] = _outside(tree_causal_convolution)
-_delta_rule: Callable[..., Tensor] = _outside(tree_delta_rule)
+
+def uncompiled(operator: Callable[..., Tensor], rows_dim: int = 0) -> Callable[..., Tensor]:
+    """The operator, opaque to ``torch.compile``, which fuses what lies around it.
+
+    The sizes of its output are known but for the rows: loops over channels of unknown number are
+    three times slower.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        return only_rows_vary(operator(*args, **kwargs), rows_dim)
+
+    return cast(Callable[..., Tensor], run)
+
+
+def only_rows_vary(x: Tensor, rows_dim: int) -> Tensor:
+    """The same tensor, which ``torch.compile`` may take to have these sizes but for the rows."""
+    for dim in set(range(x.dim())) - {rows_dim}:
+        torch._dynamo.mark_static(x, dim)
+    return x
+
+
+_convolution = uncompiled(tree_causal_convolution)
+_delta_rule = uncompiled(tree_delta_rule)
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -59,13 +79,13 @@ def kimi_delta_attention(
     library's KDA layers do. ``lowest_log_decay`` is what its gate promises.
     """
     rows = hidden[0]
-    heads = (rows.shape[0], layer.num_heads, layer.head_dim)
     mixed = side_by_side(rows, layer.q_proj, layer.k_proj, layer.v_proj)
-    query, key, value = _convolve(layer, mixed, tree).chunk(3, dim=-1)
+    mixed = _convolve(layer, mixed, tree)
+    query, key, value = mixed.view(-1, 3, layer.num_heads, layer.head_dim).unbind(1)
     return _delta_rule(
-        l2_normalise(query.view(heads)),
-        l2_normalise(key.view(heads)),
-        value.view(heads),
+        l2_normalise(query),
+        l2_normalise(key),
+        value,
         layer.forget_gate(hidden)[0],
         torch.sigmoid(layer.b_proj(rows)),
         index=tree,
@@ -85,9 +105,11 @@ def gated_delta_net(
         beta: [R, G] step size.
         tree: the tree whose rows these are.
     """
-    dims = [layer.key_dim, layer.key_dim, layer.value_dim]
-    query, key, value = torch.split(_convolve(layer, mixed, tree), dims, dim=-1)
     rows = mixed.shape[0]
+    mixed = _convolve(layer, mixed, tree)
+    # Sizes are read after the operator, where the compiler starts again and knows modules only.
+    dims = [layer.key_dim, layer.key_dim, layer.value_dim]
+    query, key, value = torch.split(mixed, dims, dim=-1)
     return _delta_rule(
         l2_normalise(query.reshape(rows, -1, layer.head_k_dim)),
         l2_normalise(key.reshape(rows, -1, layer.head_k_dim)),

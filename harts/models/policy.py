@@ -20,7 +20,7 @@ from harts.layout import CompactLayout
 from harts.models.experts import expert_modules, group_experts
 from harts.models.families import ModelFamily, family_of
 from harts.models.group_router import compile_router
-from harts.models.linear_attention import TreeLayer
+from harts.models.linear_attention import TreeLayer, only_rows_vary, uncompiled
 from harts.ops.attention import tree_attention
 from harts.ops.experts import Elementwise
 from harts.ops.logprobs import mapped_logprobs
@@ -149,6 +149,8 @@ class TreePolicy(nn.Module):
                 module.on_tree = on_tree  # type: ignore[method-assign]
             elif type(module).__name__.endswith(_COMPILED):
                 module.compile(dynamic=True, backend=backend)
+            elif type(module).__name__.endswith("RotaryEmbedding"):
+                module.register_forward_hook(_rotations_by_row)
 
     def _check(self, layout: CompactLayout) -> None:
         if layout.chunk_size != self.family.chunk_size:
@@ -271,7 +273,6 @@ def update_expert_bias(
         bias.copy_(updated_expert_bias(bias, load.to(bias.device), rate))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -289,5 +290,19 @@ def _attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output, None
+    return _heads_on_tree(query, key, value, index=tree, scale=scaling), None
+
+
+def _rotations_by_row(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> None:
+    for part in output:
+        only_rows_vary(part, rows_dim=1)
+
+
+def _on_tree(
+    query: Tensor, key: Tensor, value: Tensor, *, index: TreeIndex, scale: float
+) -> Tensor:
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    return tree_attention(*rows, index=tree, scale=scaling).unsqueeze(0), None
+    return tree_attention(*rows, index=index, scale=scale).unsqueeze(0)
+
+
+_heads_on_tree = uncompiled(_on_tree, rows_dim=1)

@@ -18,7 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +29,7 @@ from harts.bench.megatron_step import ALONE, COMPACT, REPACKED, MegatronBench, m
 from harts.bench.step import TABLE_1_MODEL
 from harts.cli.bench_report import check_json, write_figures
 from harts.errors import HartsError, InputError
+from harts.megatron.launch import process_groups
 from harts.synth import synthesize
 from harts.training.model import ModelConfig
 from harts.trajectories import TrajectoryBatch, read_trajectories
@@ -85,7 +85,7 @@ def bench_of(chosen: argparse.Namespace, batch: TrajectoryBatch, grid: Grid) -> 
         vocabulary=model.config["vocab_size"],
         grid=grid,
         device="cpu" if chosen.tiny else "cuda",
-        capacity=chosen.capacity or (2_048 if chosen.tiny else 65_536),
+        capacity=chosen.capacity or (1_024 if chosen.tiny else 65_536),
         microbatches=chosen.microbatches or usual,
         repeats=chosen.repeats,
         recompute=not chosen.no_recompute,
@@ -96,32 +96,37 @@ def bench_of(chosen: argparse.Namespace, batch: TrajectoryBatch, grid: Grid) -> 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
     """Everything but the process group; the same figures on every rank."""
     check_json(chosen.json)
-    grid = Grid.named(chosen.configuration, dist.get_world_size())
+    processes = dist.get_world_size() if chosen.tiny else int(os.environ["WORLD_SIZE"])
+    grid = Grid.named(chosen.configuration, processes)
     batch = (
         read_trajectories(chosen.data)
         if chosen.data
         else synthesize("tiny" if chosen.tiny else "table2-1", 0)
     )
-    grid.initialise()
     began = time.perf_counter()
 
     def progress(text: str) -> None:
         if dist.get_rank() == 0:
             print(f"[{time.perf_counter() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    figures = measure(batch, bench_of(chosen, batch, grid), progress)
-    if dist.get_rank() == 0:
-        show(chosen.configuration, figures)
-        if chosen.json is not None:
-            report = {
-                "command": f"benchmarks/megatron_step.py {' '.join(sys.argv[1:])}",
-                "environment": described(chosen.tiny),
-                "configuration": chosen.configuration,
-                "layers": None if chosen.tiny else chosen.layers,
-                "figures": figures,
-            }
-            write_figures(chosen.json, report)
+    with process_groups(grid.sizes):
+        figures = measure(batch, bench_of(chosen, batch, grid), progress)
+        if dist.get_rank() == 0:
+            report(chosen, figures)
     return figures
+
+
+def report(chosen: argparse.Namespace, figures: dict[str, Any]) -> None:
+    show(chosen.configuration, figures)
+    if chosen.json is not None:
+        figures = {
+            "command": f"benchmarks/megatron_step.py {' '.join(sys.argv[1:])}",
+            "environment": described(chosen.tiny),
+            "configuration": chosen.configuration,
+            "layers": None if chosen.tiny else chosen.layers,
+            "figures": figures,
+        }
+        write_figures(chosen.json, figures)
 
 
 def described(tiny: bool) -> dict[str, Any]:
@@ -180,17 +185,12 @@ def main() -> int:
         return 2
     if chosen.tiny:
         dist.init_process_group("gloo")
-    else:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl")
     try:
         return int(run(chosen)["conversion"] < CONVERSION and not chosen.tiny)
     except HartsError as error:
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             print(error, file=sys.stderr)
         return 2
-    finally:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,14 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from harts.errors import InputError
-from harts.megatron import MegatronEngine, load_hugging_face, transformer_config
-from harts.megatron import build_model as build_chunks
+from harts.megatron import MegatronEngine
+from harts.megatron.launch import wrapped_model
 from harts.training.model import ModelConfig, build_model
+from harts.training.parallel import MegatronConfig
 
 SUGGESTED = {
     1: ("dp1",),
@@ -71,20 +69,15 @@ class Grid:
         """How many it takes."""
         return self.dp * self.tp * self.pp * self.cp
 
-    def settings(self) -> dict[str, Any]:
-        """Fields of Megatron's configuration."""
-        return {
-            "tensor_model_parallel_size": self.tp,
-            "pipeline_model_parallel_size": self.pp,
-            "context_parallel_size": self.cp,
-            "expert_model_parallel_size": self.ep,
-            "expert_tensor_parallel_size": 1,
-        }
-
-    def initialise(self) -> None:
-        """Make Megatron's process groups; torch.distributed must be running."""
-        parallel_state.initialize_model_parallel(**self.settings())
-        model_parallel_cuda_manual_seed(0)
+    @property
+    def sizes(self) -> MegatronConfig:
+        """What a run's configuration calls them."""
+        return MegatronConfig(
+            tensor_parallel=self.tp,
+            pipeline_parallel=self.pp,
+            context_parallel=self.cp,
+            expert_parallel=self.ep,
+        )
 
 
 def _axes() -> str:
@@ -96,40 +89,23 @@ def build_engine(model: ModelConfig, grid: Grid, device: str, *, recompute: bool
 
     Args:
         model: what is built.
-        grid: initialised.
+        grid: its process groups must exist.
         device: where it lives, "cpu" or "cuda".
         recompute: recompute each layer in backward.
     """
-    dtype = getattr(torch, model.dtype)
-    recomputed = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     with torch.device(device):
         library = build_model(model)
-    source = library.config
-    config = transformer_config(
-        source,
-        **grid.settings(),
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        use_cpu_initialization=device == "cpu",
+    chunks = wrapped_model(
+        library.config,
+        grid.sizes,
+        getattr(torch, model.dtype),
+        recompute=recompute,
+        weights=library.state_dict(),
         perform_initialization=False,
         # Every step runs with the same weights and the same routing.
         moe_router_bias_update_rate=0.0,
-        **(recomputed if recompute else {}),
     )
-    chunks = build_chunks(source, config)
-    load_hugging_face(chunks, source, library.state_dict())
-    del library
-    reduction = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True
-    )
-    return MegatronEngine(
-        [DistributedDataParallel(config, reduction, chunk).train() for chunk in chunks]
-    )
+    return MegatronEngine(chunks)
 
 
 def parameters_of(chunks: Sequence[Any]) -> int:

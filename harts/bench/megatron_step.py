@@ -132,7 +132,7 @@ def measure(batch: TrajectoryBatch, bench: MegatronBench, progress: Progress) ->
 
     Args:
         batch: the workload, the same on every rank.
-        bench: its grid must be initialised.
+        bench: the process groups of its grid must exist.
         progress: told what runs.
     """
     grid = bench.grid

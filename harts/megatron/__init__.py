@@ -17,13 +17,19 @@ from harts.megatron.build import (
     transformer_config,
     weight_pieces,
 )
+from harts.megatron.checkpoint import load_distributed, save_distributed
 from harts.megatron.engine import MegatronEngine
+from harts.megatron.hugging_face import DirectoryWeights, save_hugging_face
 
 __all__ = [
     "MODEL_TYPES",
+    "DirectoryWeights",
     "MegatronEngine",
     "build_model",
+    "load_distributed",
     "load_hugging_face",
+    "save_distributed",
+    "save_hugging_face",
     "transformer_config",
     "weight_pieces",
 ]

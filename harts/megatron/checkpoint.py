@@ -27,6 +27,8 @@ from harts.megatron.holdings import Holdings, OwnPart, Region
 _METADATA = {
     # The one form that can be read back under other tensor- and pipeline-parallel sizes.
     "distrib_optim_sharding_type": "fully_reshardable",
+    # Replicas' shares are joined on the host of the first of them, not on every GPU.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
     "chained_optim_avoid_prefix": True,
 }
 
@@ -82,10 +84,11 @@ def load_distributed(
 
 def _sharded_moments(optimizer: Any, model: dict[str, ShardedTensorFactory], loading: bool) -> Any:
     """Master weights and moments of each part; hyperparameters are the run's that goes on."""
-    return {
-        number: part.sharded_state_dict(model, loading, metadata=_METADATA)["param_state"]
-        for number, part in enumerate(_parts(optimizer))
-    }
+    states = (
+        part.sharded_state_dict(model, loading, metadata=_METADATA)["param_state"]
+        for part in _parts(optimizer)
+    )
+    return {number: state for number, state in enumerate(states) if state is not None}
 
 
 def _set_steps(optimizer: Any, step: int) -> None:

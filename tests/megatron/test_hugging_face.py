@@ -14,7 +14,7 @@ pytest.importorskip(
 
 from tests.megatron.cpu import megatron_on_cpu
 from tests.megatron.grid import Case, grid, processes, settings
-from tests.megatron.small import small_config, small_model
+from tests.megatron.small import Work, small_config, small_model
 
 PROCESSES = 4
 LAYOUTS = {
@@ -24,7 +24,10 @@ LAYOUTS = {
     "TP2 EP4, experts whole": Case(tp=2, dp=2, ep=4, expert_tp=1),
     "CP2 TP2 EP2": Case(cp=2, tp=2, ep=2),
     "PP2 interleaved": Case(pp=2, virtual=2),
+    "Qwen3-Next, TP2 EP2": Case(tp=2, dp=2, ep=2, work=Work(family="qwen3_next")),
+    "Qwen3 MoE, TP2 EP2": Case(tp=2, dp=2, ep=2, work=Work(family="qwen3_moe")),
 }
+FAMILIES = {case.work.family for case in LAYOUTS.values()}
 SHARD = 20_000
 """Bytes of a file: every expert layer spans several."""
 
@@ -35,10 +38,11 @@ def run_process(rank: int, folder: str) -> None:
     from harts.megatron import build_model, load_hugging_face, transformer_config
     from harts.megatron.hugging_face import DirectoryWeights, save_hugging_face
 
-    source = small_config()
     for number, (name, case) in enumerate(LAYOUTS.items()):
         if rank >= case.processes:
             continue
+        source = small_config(case.work.family)
+        original = Path(folder) / case.work.family
         with (
             processes(rank, case.processes, f"{folder}/store{number}"),
             megatron_on_cpu(float64=False),
@@ -46,15 +50,15 @@ def run_process(rank: int, folder: str) -> None:
         ):
             config = transformer_config(source, **settings(case) | {"params_dtype": torch.float32})
             chunks = build_model(source, config)
-            load_hugging_face(chunks, source, DirectoryWeights(Path(folder) / "original", source))
+            load_hugging_face(chunks, source, DirectoryWeights(original, source))
             save_hugging_face(chunks, source, Path(folder) / name, max_shard_size=SHARD)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("directories")
-    model = small_model().float()
-    model.save_pretrained(made / "original")
+    for family in FAMILIES:
+        small_model(family).float().save_pretrained(made / family)
     mp.spawn(run_process, (str(made),), nprocs=PROCESSES)
     return made
 
@@ -65,7 +69,7 @@ def contents(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_tensor_comes_back_bit_for_bit_under_its_name(folder: Path, layout: str) -> None:
-    before, after = contents(folder / "original"), contents(folder / layout)
+    before, after = contents(folder / LAYOUTS[layout].work.family), contents(folder / layout)
     assert before.keys() == after.keys()
     assert [name for name, t in before.items() if not torch.equal(t, after[name])] == []
     assert {t.dtype for t in after.values()} == {torch.float32}
@@ -79,5 +83,5 @@ def test_files_are_sharded_and_the_library_loads_them(folder: Path, layout: str)
     assert len(files) > 5
     assert max(f.stat().st_size for f in files) < 2 * SHARD
     loaded = AutoModelForCausalLM.from_pretrained(folder / layout, attn_implementation="eager")
-    truth = small_model().float().state_dict()
+    truth = small_model(LAYOUTS[layout].work.family).float().state_dict()
     assert [n for n, t in loaded.state_dict().items() if not torch.equal(t, truth[n])] == []

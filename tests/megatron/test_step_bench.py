@@ -24,8 +24,6 @@ CASES = (("tp2-ep2", *ONE), ("pp2", "--microbatches", "2", "--no-recompute"), ("
 def run_process(rank: int, folder: str) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     torch.set_num_threads(1)
-    from megatron.core import parallel_state
-
     from benchmarks.megatron_step import options, run
 
     for number, case in enumerate(CASES):
@@ -34,7 +32,6 @@ def run_process(rank: int, folder: str) -> None:
         with megatron_on_cpu(float64=False):
             json = ["--json", f"{folder}/{number}.json"]
             figures = run(options([*case, "--tiny", "--repeats", "1", *json]))
-            parallel_state.destroy_model_parallel()
         torch.save(figures, f"{folder}/{number}.{rank}.pt")
         dist.destroy_process_group()
 

@@ -216,7 +216,8 @@ def expanded(case: Case, found: Recorded) -> list[str]:
     positions = set()
     for microbatch in plan_of(case, share=True).microbatches:
         tokens = int(BATCH.lengths[microbatch.members].sum())
-        positions |= {tokens, tokens - len(microbatch.members)}
+        if tokens > 2 * microbatch.compact_tokens:  # else there is little to tell apart
+            positions |= {tokens, tokens - len(microbatch.members)}
     positions |= {BATCH.raw_tokens, BATCH.raw_tokens - len(BATCH)}
     return [
         f"{operation} {shape}"

@@ -175,7 +175,7 @@ def test_an_interrupt_is_one_line_with_the_newest_checkpoint_and_exit_130(
     [
         (["optimizer.lerning_rate=1"], "optimizer.learning_rate"),
         (["steps"], "key=value"),
-        (["engine=megatron"], "not available yet"),
+        (["engine=megatron"], "engine: megatron"),
         (["data=absent.jsonl"], "absent.jsonl"),
         (["plan.capacity=8"], "plan.capacity"),
         (["model.config.vocab_size=16"], "vocabulary size 16"),

@@ -119,17 +119,13 @@ def test_each_objective_takes_its_own_options(tmp_path):
         ({"model__path": "somewhere"}, ["model: expected either model_type or path", "both"]),
         ({"model__dtype": "float16"}, ["model.dtype", "bfloat16", "'float16'"]),
         ({"comparison__repeats": 0}, ["comparison: repeats"]),
+        ({"megatron__tensor_parallel": 0}, ["megatron: tensor_parallel", "at least 1"]),
     ],
 )
 def test_a_bad_setting_is_refused_with_its_name(tmp_path, changes, words):
     with pytest.raises(InputError) as caught:
         config(tmp_path, **changes)
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
-
-
-def test_the_megatron_engine_is_said_to_be_not_available_yet(tmp_path):
-    with pytest.raises(UnsupportedError, match="not available yet"):
-        config(tmp_path, engine="megatron")
 
 
 @pytest.mark.parametrize(

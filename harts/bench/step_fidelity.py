@@ -8,6 +8,7 @@ Shapes: P semantic log-prob positions.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class StepErrors:
     off_policy_loss: float
     """The same, with baseline A's log-probs as those of the policy that sampled."""
     gradient: float
-    """Norm of the difference over the norm, of all gradients as one vector."""
+    """Norm of the difference over the norm, of all gradients as one vector; NaN if all are zero."""
     gradient_cosine: float
 
 
@@ -123,9 +124,14 @@ def _errors(name: str, recompute: bool, found: _Step, reference: _Step) -> StepE
         recompute=recompute,
         loss=abs(found.loss - reference.loss),
         off_policy_loss=abs(found.off_policy_loss - reference.off_policy_loss),
-        gradient=(difference / square) ** 0.5,
-        gradient_cosine=product / (square * other) ** 0.5,
+        gradient=_ratio(difference**0.5, square**0.5),
+        gradient_cosine=_ratio(product, (square * other) ** 0.5),
     )
+
+
+def _ratio(value: float, size: float) -> float:
+    """NaN where rewards are all alike, so that no gradient is left to compare."""
+    return value / size if size else math.nan
 
 
 def _against_float32(

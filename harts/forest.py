@@ -127,12 +127,19 @@ def sorted_prefixes(batch: TrajectoryBatch) -> tuple[Int, Int]:
     extensions. A merge sort that keeps the LCP with the latest output of each run: a token is
     compared again only where two runs may still be equal, so long shared prefixes cost once, not
     with every comparison (Ng and Kakehi, Merging string sequences by longest common prefixes).
+    Runs are merged as soon as there are two of one size, while their tokens are still cached.
     """
     common = _Comparison(batch)
-    runs = [([row], [0]) for row in range(len(batch))]
+    runs: list[_Run] = []
+    for row in range(len(batch)):
+        run: _Run = [row], [0]
+        merges = row + 1  # halved as often as it is even: so many equal runs end here
+        while merges % 2 == 0:
+            run, merges = _merge(runs.pop(), run, common), merges // 2
+        runs.append(run)
     while len(runs) > 1:
-        odd = [runs[-1]] if len(runs) % 2 else []
-        runs = [_merge(*pair, common) for pair in zip(runs[::2], runs[1::2], strict=False)] + odd
+        run = runs.pop()
+        runs.append(_merge(runs.pop(), run, common))
     order, lcp = runs[0] if runs else ([], [])
     return np.array(order, dtype=np.int64), np.array(lcp, dtype=np.int64)
 
@@ -192,14 +199,14 @@ def _first_difference(
     column: NDArray[np.generic], left: int, right: int, position: int, most: int
 ) -> int:
     """First position in [position, most) at which entries from two places differ, else ``most``."""
-    width = 16
+    width = 64
     while position < most:
         stop = min(position + width, most)
         differs = column[left + position : left + stop] != column[right + position : right + stop]
         first = int(differs.argmax())
         if differs[first]:
             return position + first
-        position, width = stop, min(width * 4, 1 << 16)
+        position, width = stop, min(width * 16, 1 << 14)
     return most
 
 

@@ -1,5 +1,7 @@
 """The prefix forest against sets of prefixes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,28 @@ def test_order_is_lexicographic_by_token_value_not_by_byte() -> None:
     order, lcp = sorted_prefixes(batch_of([[256], [255, 1], [1_000_000], [255]]))
     assert order.tolist() == [3, 1, 0, 2]
     assert lcp.tolist() == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("rows", range(1, 12))
+def test_equal_trajectories_keep_their_order(rows: int) -> None:
+    order, lcp = sorted_prefixes(batch_of([[4, 4 + row % 2] for row in range(rows)]))
+    assert order.tolist() == [*range(0, rows, 2), *range(1, rows, 2)]
+    assert sorted(lcp.tolist()) == [0, *[1] * (rows > 1), *[2] * (rows - 2)]
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 11])
+def test_prefixes_that_part_far_in_are_compared_to_the_token(rows: int) -> None:
+    """Also where one block of tokens that is compared at once ends and the next begins."""
+    rng = np.random.default_rng(rows)
+    blocks = np.cumsum([0, 64, 1024, 16_384, 16_384])
+    forks = rng.permutation(np.concatenate([blocks - 1, blocks, blocks + 1])[1:])[:rows]
+    trunk = rng.integers(0, 5, 40_000)
+    batch = batch_of([[*trunk[:fork], 9 + i] for i, fork in enumerate(forks.tolist())])
+    order, lcp = sorted_prefixes(batch)
+    tokens = [batch.tokens[a:b].tolist() for a, b in pairwise(batch.offsets.tolist())]
+    assert order.tolist() == sorted(range(rows), key=tokens.__getitem__)
+    parted = np.minimum(forks[order][:-1], forks[order][1:])
+    assert lcp.tolist() == [0, *parted.tolist()]
 
 
 def test_deep_chain_and_wide_star_need_no_recursion() -> None:

@@ -58,15 +58,22 @@ def balance_slots(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Parts:
-    """All parts below one node, over all microbatches: owner, child and size, each [n].
+    """All parts below one node, microbatch after microbatch; each [n] but for ``first``.
 
-    ``kept`` says that the owner has another part at the node.
+    Behind a microbatch's parts stands the child -1 of size 0, for nothing.
     """
 
     owner: IntArray
     child: IntArray
     size: IntArray
+    first: IntArray
+    """First part of each microbatch."""
+    count: IntArray
+    """Parts of each microbatch; as long as ``first``."""
     kept: NDArray[np.bool_]
+    """Whether the owner has another part at the node."""
+    room: IntArray
+    """Capacity left to the owner."""
 
 
 class _Exchanges:
@@ -86,11 +93,12 @@ class _Exchanges:
         crossings: list[int] = [0] * len(trie.parent)
         self.too_large = False
         self.offers = OFFERS
-        budget = CROSSINGS_LIMIT
+        budget, crossed = CROSSINGS_LIMIT, list[list[int]]()
         for members in self.members:
-            for node in self._crossed(members):
+            crossed.append(self._crossed(members))
+            for node in crossed[-1]:
                 crossings[node] += 1
-                budget -= 1
+            budget -= len(crossed[-1])
             if budget < 0:
                 self.too_large = True
                 return
@@ -98,8 +106,8 @@ class _Exchanges:
         self.holders: dict[int, set[int]] = {}
         self.parts: list[dict[int, dict[int, int]]] = [{} for _ in groups]
         self.cache: dict[int, _Parts] = {}
-        for k in range(len(groups)):
-            self._index(k)
+        for k, nodes in enumerate(crossed):
+            self._index(k, nodes)
 
     def groups(self) -> list[IntArray]:
         return in_order(np.array(sorted(members), np.int64) for members in self.members)
@@ -145,37 +153,41 @@ class _Exchanges:
         or fewer edges would be crossed.
         """
         parts, own = self._at(node), self.parts[giver][node]
-        child = np.array([*own, -1], np.int64)
-        size = np.array([*own.values(), 0], np.int64)
+        child, size = np.array([[*own, -1], [*own.values(), 0]], np.int64)
         same = child[:, None] == parts.child
-        holds = np.zeros((child.size, self.works.size), np.bool_)
-        rows, columns = np.nonzero(same[:-1])
-        holds[rows, parts.owner[columns]] = True
-        allowed = ~holds[:, parts.owner] & ~same[:-1].any(axis=0)
-        allowed |= same
+        held = same[:-1]
+        holds = np.repeat(np.logical_or.reduceat(held, parts.first, axis=1), parts.count, axis=1)
+        allowed = np.empty_like(same)
+        allowed[:-1], allowed[-1] = ~holds, parts.kept
+        allowed &= ~held.any(axis=0)
         if len(own) == 1:
             allowed[:-1] &= parts.child >= 0
-        allowed[-1] &= parts.kept
+        allowed[:-1] |= held
         amount = size[:, None] - parts.size
-        allowed &= (amount <= self.capacity - self.works[parts.owner]) & (amount != 0)
-        allowed &= (amount >= self.works[giver] - self.capacity) & (parts.owner != giver)
+        allowed &= (amount <= parts.room) & (amount != 0) & (parts.owner != giver)
+        allowed &= amount >= self.works[giver] - self.capacity
         row, column = np.nonzero(allowed)
         step = -(-row.size // EXCHANGES_PER_NODE) or 1
         row, column = row[::step], column[::step]
         return np.stack((child[row], parts.owner[column], parts.child[column], amount[row, column]))
 
     def _at(self, node: int) -> _Parts:
-        """Parts at a node, of evenly spread holders; child -1, of size 0, stands for nothing."""
+        """Parts at a node, of evenly spread holders."""
         if node not in self.cache:
             holders = sorted(self.holders[node])
             holders = holders[:: -(-len(holders) // HOLDERS_PER_NODE)]
-            rows = [
-                (k, child, size, len(self.parts[k][node]) > 1)
-                for k in holders
-                for child, size in (*self.parts[k][node].items(), (-1, 0))
-            ]
-            owner, child, size, kept = np.array(rows, np.int64).T
-            self.cache[node] = _Parts(owner=owner, child=child, size=size, kept=kept > 0)
+            found = [self.parts[k][node] for k in holders]
+            count = np.array([len(parts) + 1 for parts in found])
+            owner = np.repeat(holders, count)
+            self.cache[node] = _Parts(
+                owner=owner,
+                child=np.array([child for parts in found for child in (*parts, -1)]),
+                size=np.array([size for parts in found for size in (*parts.values(), 0)]),
+                first=np.cumsum(count) - count,
+                count=count,
+                kept=np.repeat(count > 2, count),
+                room=self.capacity - self.works[owner],
+            )
         return self.cache[node]
 
     def _apply(self, giver: int, taker: int, given: int, taken: int, amount: int) -> None:
@@ -190,7 +202,7 @@ class _Exchanges:
         self.works[giver] -= amount
         self.works[taker] += amount
         for k in (giver, taker):
-            self._index(k)
+            self._index(k, self._crossed(self.members[k]))
 
     def _below(self, microbatch: int, node: int) -> list[int]:
         if node < 0:
@@ -198,14 +210,12 @@ class _Exchanges:
         first, stop = self.trie.first[node], self.trie.stop[node]
         return [member for member in self.members[microbatch] if first <= member < stop]
 
-    def _index(self, microbatch: int) -> None:
+    def _index(self, microbatch: int, crossed: list[int]) -> None:
         """Work of every part of a microbatch at every node that others cross too."""
         trie, common = self.trie, self.common
         below: dict[int, int] = {}
         parts: dict[int, dict[int, int]] = {}
-        for node in sorted(self._crossed(self.members[microbatch]), key=self.rank.__getitem__):
-            if node == 0:
-                continue
+        for node in crossed[:-1]:  # the root is last
             parent = trie.parent[node]
             size = below.pop(node, 0) + trie.depth[node] - trie.depth[parent]
             below[parent] = below.get(parent, 0) + size
@@ -216,15 +226,15 @@ class _Exchanges:
             self.holders.setdefault(node, set()).add(microbatch)
             self.cache.pop(node, None)
 
-    def _crossed(self, members: Iterable[int]) -> set[int]:
-        """Nodes with a member at or below them."""
+    def _crossed(self, members: Iterable[int]) -> list[int]:
+        """Nodes with a member at or below them, children before parents."""
         parent, crossed = self.trie.parent, set[int]()
         for member in members:
             node = self.leaf_of[member]
             while node >= 0 and node not in crossed:
                 crossed.add(node)
                 node = parent[node]
-        return crossed
+        return sorted(crossed, key=self.rank.__getitem__)
 
 
 def _leaves(trie: PrefixTrie) -> list[int]:

@@ -16,10 +16,9 @@ import numpy as np
 from harts.errors import PlanError
 from harts.planning.balance import balance_slots
 from harts.planning.contiguous import best_contiguous, check_feasible, least_contiguous_work
-from harts.planning.dissolve import dissolve
 from harts.planning.exact import EXACT_LIMIT, exact_groups
 from harts.planning.grouping import compact_works, from_cuts
-from harts.planning.hierarchical import aligned, hierarchical_groups
+from harts.planning.hierarchical import dissolve_aligned, hierarchical_groups
 from harts.planning.intervals import IntArray, IntervalWork
 from harts.planning.paper import paper_groups
 from harts.planning.schedule import Objective, Schedule, level_schedule, schedule_microbatches
@@ -119,7 +118,7 @@ def _candidates(
     if small:
         # Of least work at any count, too: what is taken apart may lose just what D asks for.
         for groups in (*found[:], _contiguous(work, 1, capacity)):
-            attempt(aligned, work, dissolve(work, groups, capacity), replicas, capacity)
+            attempt(dissolve_aligned, work, groups, replicas, capacity)
     if not found:
         raise errors[0]
     return found

@@ -18,7 +18,7 @@ from bisect import bisect_left, insort
 import numpy as np
 
 from harts.errors import PlanError
-from harts.planning.dissolve import dissolve
+from harts.planning.dissolve import dissolve, dissolve_forced
 from harts.planning.grouping import compact_works, in_order
 from harts.planning.intervals import IntArray, IntervalWork
 from harts.planning.trie import PrefixTrie
@@ -39,7 +39,7 @@ def hierarchical_groups(
         PlanError: the microbatches found cannot be made a multiple of D.
     """
     packed = pack_trie(PrefixTrie.build(work) if trie is None else trie, capacity)
-    return aligned(work, dissolve(work, packed, capacity), replicas, capacity)
+    return dissolve_aligned(work, packed, replicas, capacity)
 
 
 def pack_trie(trie: PrefixTrie, capacity: int) -> list[IntArray]:
@@ -94,6 +94,29 @@ def _members(part: int, contents: list[int | tuple[int, int]]) -> IntArray:
     return np.sort(np.array(found, np.int64))
 
 
+def dissolve_aligned(
+    work: IntervalWork, groups: list[IntArray], replicas: int, capacity: int
+) -> list[IntArray]:
+    """Groups taken apart, in a number that D divides.
+
+    If that is not the number that least work takes, a few more microbatches may cost less to align.
+
+    Raises:
+        PlanError: no number of them can be made a multiple of D.
+    """
+    stages = dissolve(work, groups, capacity, replicas)
+    plans: list[list[IntArray]] = []
+    for stage in stages[::-1]:
+        try:
+            plans.append(aligned(work, stage, replicas, capacity))
+        except PlanError:
+            if stage is stages[0] and not plans:
+                raise
+        if len(stage) % replicas == 0:
+            break  # it has less work than those before
+    return min(plans, key=lambda plan: int(compact_works(work, plan).sum()))
+
+
 def aligned(
     work: IntervalWork, groups: list[IntArray], replicas: int, capacity: int
 ) -> list[IntArray]:
@@ -107,7 +130,7 @@ def aligned(
         return groups
     fewer = groups
     if work.total <= (len(groups) - surplus) * capacity:
-        fewer = dissolve(work, groups, capacity, surplus)
+        fewer = dissolve_forced(work, groups, capacity, surplus)
     if len(fewer) % replicas == 0:
         try:
             split = split_to_multiple(work, groups, replicas)

@@ -17,12 +17,14 @@ from harts.planning.intervals import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SlotMaxima:
-    """Works [K] with their descending order and the prefix sums of every rank shift."""
+    """Works [K] with their order and the prefix sums of every rank shift."""
 
     works: IntArray
     replicas: int
-    descending: IntArray
+    ascending: IntArray
+    """[K] the works, negated, in ascending order."""
     rank: IntArray
+    """[K] place of each in that order."""
     prefixes: IntArray
     """[D, K+1] sum of the first works whose rank plus the shift is a multiple of D."""
 
@@ -32,13 +34,16 @@ class SlotMaxima:
         order = np.argsort(-works, kind="stable")
         rank = np.empty_like(order)
         rank[order] = np.arange(order.size)
-        shifted = np.arange(order.size) + np.arange(replicas)[:, None]
+        descending = works[order]
         prefixes = np.zeros((replicas, order.size + 1), np.int64)
-        np.cumsum(works[order] * (shifted % replicas == 0), axis=1, out=prefixes[:, 1:])
+        for shift in range(replicas):
+            counted = -shift % replicas
+            prefixes[shift, counted + 1 :: replicas] = descending[counted::replicas]
+        np.cumsum(prefixes, axis=1, out=prefixes)
         return cls(
             works=works,
             replicas=replicas,
-            descending=works[order],
+            ascending=-descending,
             rank=rank,
             prefixes=prefixes,
         )
@@ -50,24 +55,25 @@ class SlotMaxima:
 
     def after(self, giver: int, taker: IntArray, amount: IntArray) -> IntArray:
         """The sum when ``amount[n]`` goes from ``giver`` to ``taker[n]``; [n]."""
-        entries = np.stack((self.works[giver] - amount, self.works[taker] + amount))
-        into = np.searchsorted(-self.descending, -entries)
-        out = np.empty_like(into)
+        entries, out = np.empty((2, 2, taker.size), np.int64)
+        np.subtract(self.works[giver], amount, out=entries[0])
+        np.add(self.works[taker], amount, out=entries[1])
         out[0], out[1] = self.rank[giver], self.rank[taker]
-        # Ranks behind a removal move up by one, ranks from an insertion on move down by one.
-        events = np.concatenate((out * 4 + 4, into * 4 + 2))
+        into = np.searchsorted(self.ascending, -entries)
+        # What lies between two of these moves up a rank for each removal (odd) before it and down
+        # one for each insertion (even); what is removed lies between none.
+        events = np.concatenate((out * 2 + 1, into * 2))
         events.sort(axis=0)
-        shift = np.cumsum((events & 2) - 1, axis=0)
-        bounds = np.concatenate((events >> 2, np.full((1, taker.size), self.works.size)))
-        row = shift % self.replicas * (self.works.size + 1)
+        odd = events & 1
+        row = np.cumsum(1 - 2 * odd, axis=0) % self.replicas * (self.works.size + 1)
+        start = events >> 1
+        stop = np.empty_like(start)
+        stop[:-1], stop[-1] = start[1:], self.works.size
         prefix = self.prefixes.ravel()
-        total = self.prefixes[0][bounds[0]]
-        total += (prefix[row + bounds[1:]] - prefix[row + bounds[:-1]]).sum(axis=0)
+        total = prefix[start[0]] + (prefix[row + stop] - prefix[row + start + odd]).sum(axis=0)
+        place = into - (out[:, None] < into).sum(axis=0)
         first = entries[0] > entries[1]
-        for i, ahead in ((0, ~first), (1, first)):
-            # A removed work was counted at the rank that it would have moved to.
-            moved = out[i] - (out[1 - i] < out[i]) + (into <= out[i]).sum(axis=0)
-            total -= np.where(moved % self.replicas == 0, self.descending[out[i]], 0)
-            place = into[i] - (out < into[i]).sum(axis=0) + ahead
-            total += np.where(place % self.replicas == 0, entries[i], 0)
-        return np.asarray(total, np.int64)
+        place[0] += ~first
+        place[1] += first
+        counted = entries * (place % self.replicas == 0)
+        return np.asarray(total + counted[0] + counted[1], np.int64)

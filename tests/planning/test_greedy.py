@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harts.planning import greedy
+from harts.planning import placement as placements
 from harts.planning.greedy import (
-    Placement,
-    Policy,
+    POLICIES,
+    GreedyPlacement,
     align_count,
     greedy_plan,
     greedy_plans,
@@ -16,6 +16,7 @@ from harts.planning.greedy import (
 )
 from harts.planning.grouping import compact_works
 from harts.planning.intervals import IntervalWork
+from harts.planning.placement import Policy, Step
 from tests.planning.groupings import (
     arrays,
     as_lists,
@@ -27,51 +28,35 @@ from tests.planning.groupings import (
 )
 from tests.planning.oracles import shared_prefix, sorted_trajectories, trie_size
 
+# How microbatches with room are found: one by one, on the walk, or all at once.
+LIMITS = [(4, 32, 32), (1, 32, 32), (1, 2, 32), (1, 2, 1), (1, 1, 1)]
 
-@given(sorted_trajectories(), st.randoms(use_true_random=False), st.data())
-@settings(max_examples=200)
-def test_increases_are_equation_10_and_the_growth_of_the_prefix_set(trajectories, random, data):
-    placement = Placement(index_of(trajectories), 10**6, Policy.BEST_FIT)
-    order = list(range(len(trajectories)))
-    random.shuffle(order)
-    groups: list[list[int]] = []
-    for x in order:
-        everywhere = placement._everywhere(x).tolist()
-        assert everywhere == [placement.shared(x, k) for k in range(len(groups))]
-        held = {k: shared for k, shared in enumerate(everywhere) if groups[k]}
-        assert placement._near(x, 0) == held
-        found = [len(trajectories[x]) - shared for shared in everywhere]
-        assert found == [equation_10(trajectories, group, x) for group in groups]
-        grown = sizes(trajectories, [sorted([*group, x]) for group in groups])
-        assert found == (np.array(grown) - sizes(trajectories, groups)).tolist()
-        target = data.draw(st.integers(0, len(groups)))
-        if target == len(groups):
-            groups.append([])
-            placement._open()
-        placement.insert(x, target, placement.shared(x, target))
-        groups[target] = sorted([*groups[target], x])
-    assert placement._works == sizes(trajectories, groups)
+
+def placement_for(work, capacity, policy=Policy.BEST_FIT):
+    return GreedyPlacement(Step.build(work), capacity, policy)
 
 
 @given(groupings(), st.data())
-def test_an_undone_insertion_leaves_no_trace(case, data):
+def test_an_insertion_taken_back_leaves_no_trace(case, data):
     trajectories, groups, _ = case
     x = data.draw(st.integers(0, len(trajectories) - 1))
-    placement = Placement(index_of(trajectories), 10**6, Policy.BEST_FIT)
+    placement = placement_for(index_of(trajectories), 10**6)
     for k, group in enumerate(groups):
-        placement._open()
+        placement.open()
         for i in group.tolist():
             if i != x:
-                placement.insert(i, k, placement.shared(i, k))
+                placement.insert(i, k, placement.shared(i, i, k))
 
     def state():
-        members = [list(group) for group in placement._members]
-        return placement._works[:], placement._rooms[:], placement._owner[:], members
+        members = [list(group) for group in placement.members]
+        return placement.works[:], placement._rooms[:], placement.owner[:], members
 
-    before = state(), placement._owners.tolist()
+    before, home = state(), placement.owner[x]
     k = data.draw(st.integers(0, len(groups) - 1))
-    placement._undo(placement.insert(x, k, placement.shared(x, k)))
-    assert (state(), placement._owners.tolist()) == before
+    work = placement.works[k]
+    placement.insert(x, k, placement.shared(x, x, k))
+    placement._take_back(x, work, home)
+    assert state() == before
 
 
 def test_processing_orders_of_a_hand_made_step():
@@ -116,20 +101,20 @@ def placed_literally(trajectories, order, policy, capacity):
     return groups
 
 
-@pytest.mark.parametrize(("roomy", "far"), [(4, 64), (1, 64), (1, 2), (2, 1)])
-@given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(Policy))
-def test_placement_follows_order_and_policy(roomy, far, trajectories, slack, policy):
+@pytest.mark.parametrize(("few", "far", "many"), LIMITS)
+@given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(POLICIES))
+def test_placement_follows_order_and_policy(few, far, many, trajectories, slack, policy):
     """Whichever way the microbatches with room are found, also where few are enough to differ."""
     work = index_of(trajectories)
     capacity = int(work.lengths.max()) + slack
     for order in processing_orders(work):
-        placement = Placement(work, capacity, policy)
+        placement = placement_for(work, capacity, policy)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(greedy, "ROOMY", roomy)
-            patch.setattr(greedy, "FAR", far)
+            for name, value in (("FEW", few), ("FAR", far), ("MANY", many)):
+                patch.setattr(placements, name, value)
             placement.place_all(order)
         expected = placed_literally(trajectories, order.tolist(), policy, capacity)
-        assert placement._members == expected
+        assert placement.members == expected
         check_grouping(trajectories, placement.groups(), capacity)
 
 
@@ -137,37 +122,38 @@ def test_the_policies_differ_where_fullness_and_affinity_disagree():
     # Microbatches {0} of 4 tokens and {2} of 9; trajectory 1 shares three tokens with 0 only.
     work = IntervalWork.build([4, 4, 9], [0, 3, 0])
     for policy, members in [(Policy.BEST_FIT, [[0], [1, 2]]), (Policy.MAX_SHARED, [[0, 1], [2]])]:
-        placement = Placement(work, 13, policy)
+        placement = placement_for(work, 13, policy)
         for x, k in ((0, 0), (2, 1)):
-            placement._open()
+            placement.open()
             placement.insert(x, k, 0)
         placement.place_all(np.array([1]))
-        assert placement._members == members
+        assert placement.members == members
 
 
 def test_equal_destinations_take_the_one_opened_first():
-    for policy in Policy:
-        placement = Placement(IntervalWork.build([5, 3, 5], [0, 0, 0]), 8, policy)
+    for policy in POLICIES:
+        placement = placement_for(IntervalWork.build([5, 3, 5], [0, 0, 0]), 8, policy)
         placement.place_all(np.array([2, 0, 1]))
-        assert placement._members == [[1, 2], [0]]
+        assert placement.members == [[1, 2], [0]]
 
 
-@pytest.mark.parametrize(("roomy", "far"), [(4, 64), (1, 64), (1, 2)])
-@given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(Policy))
+@pytest.mark.parametrize(("few", "far", "many"), LIMITS)
+@given(sorted_trajectories(), st.integers(0, 12), st.sampled_from(POLICIES))
 def test_dissolving_empties_whole_microbatches_lightest_first(
-    roomy, far, trajectories, slack, policy
+    few, far, many, trajectories, slack, policy
 ):
     work = index_of(trajectories)
     capacity = int(work.lengths.max()) + slack
     for order in processing_orders(work):
-        placement = Placement(work, capacity, policy)
+        placement = placement_for(work, capacity, policy)
         placement.place_all(order)
-        before = [list(members) for members in placement._members]
+        before, fewest = [list(members) for members in placement.members], placement.fewest()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(greedy, "ROOMY", roomy)
-            patch.setattr(greedy, "FAR", far)
+            for name, value in (("FEW", few), ("FAR", far), ("MANY", many)):
+                patch.setattr(placements, name, value)
             placement.dissolve_small(order)
         expected = dissolved_literally(trajectories, before, order.tolist(), policy, capacity)
+        assert fewest <= len(expected)
         assert as_lists(placement.groups()) == expected
         check_grouping(trajectories, placement.groups(), capacity)
 
@@ -196,11 +182,11 @@ def dissolved_literally(trajectories, groups, order, policy, capacity):
 
 
 def placement_of(lengths, lcp, capacity, groups):
-    placement = Placement(IntervalWork.build(lengths, lcp), capacity, Policy.BEST_FIT)
+    placement = placement_for(IntervalWork.build(lengths, lcp), capacity)
     for k, group in enumerate(groups):
-        placement._open()
+        placement.open()
         for x in group:
-            placement.insert(x, k, placement.shared(x, k))
+            placement.insert(x, k, placement.shared(x, x, k))
     return placement
 
 
@@ -216,7 +202,7 @@ def test_a_microbatch_dissolves_whole_or_not_at_all():
     placement = placement_of([3, 3, 7, 10], [0, 0, 0, 0], 10, [[0, 1], [2], [3]])
     placement.dissolve_small(np.arange(4))
     assert as_lists(placement.groups()) == [[0, 1], [2], [3]]
-    assert placement._works == [6, 7, 10]
+    assert placement.opened_works().tolist() == [6, 7, 10]
 
 
 def test_a_microbatch_may_dissolve_into_several():
@@ -261,7 +247,7 @@ def test_greedy_plans_place_dissolve_align_and_the_least_count_then_work_is_chos
     capacity = int(work.lengths.max()) + slack
     expected = []
     for order in (order.tolist() for order in processing_orders(work)):
-        for policy in Policy:
+        for policy in POLICIES:
             groups = placed_literally(trajectories, order, policy, capacity)
             groups = dissolved_literally(trajectories, groups, order, policy, capacity)
             expected.append(aligned_literally(trajectories, groups, replicas))

@@ -49,7 +49,7 @@ def test_every_stage_is_valid_and_never_heavier(seed):
         work = work_of(trajectories)
         trie = PrefixTrie.build(work)
         packed = pack_trie(trie, capacity)
-        refined = dissolve(work, packed, capacity)
+        refined = dissolve(work, packed, capacity)[-1]
         totals = [
             sum(checked_works(trajectories, groups, 1, capacity)) for groups in (packed, refined)
         ]
@@ -100,7 +100,7 @@ def test_a_surplus_microbatch_is_taken_apart_where_splits_would_cost_more():
 def test_dissolving_moves_what_no_longer_needs_its_own_microbatch():
     work = IntervalWork.build([10, 10, 10, 10], [0, 8, 8, 8])
     groups = [np.array([0]), np.array([1]), np.array([2, 3])]
-    merged = dissolve(work, groups, 16)
+    merged = dissolve(work, groups, 16)[-1]
     assert compact_works(work, merged).sum() == 16
 
 

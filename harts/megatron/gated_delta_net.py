@@ -19,12 +19,14 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from harts.megatron.layers import (
+    column_projection,
     device_of,
     drawn_apart,
     heads_of_rank,
     heads_to_rows,
     mark_split,
     own_heads,
+    row_projection,
     rows_to_heads,
 )
 from harts.megatron.packet import tree_of
@@ -84,17 +86,9 @@ class TreeGatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self.shape = shape
         self.cp_group = pg_collection.cp
         self.heads = heads_of_rank(shape.key_heads, pg_collection, kind="linear-attention key")
-        parallel = {"config": config, "tp_group": pg_collection.tp, "is_expert": False}
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            shape.key_heads * shape.columns,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **parallel,
+        group, columns = pg_collection.tp, shape.key_heads * shape.columns
+        self.in_proj = column_projection(
+            submodules.in_proj, config, group, config.hidden_size, columns, "fc1"
         )
         self.conv_weight = self._split(shape.convolved, shape.convolution_width)
         self.decay_log_rate = self._split(shape.values_per_key)
@@ -102,17 +96,8 @@ class TreeGatedDeltaNet(MegatronModule):  # type: ignore[misc]
         self.out_norm = build_module(
             submodules.out_norm, config=config, hidden_size=shape.value_dim, eps=shape.norm_epsilon
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            shape.key_heads * shape.values_per_key * shape.value_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **parallel,
-        )
+        values = shape.key_heads * shape.values_per_key * shape.value_dim
+        self.out_proj = row_projection(submodules.out_proj, config, group, values, "fc2")
         if config.perform_initialization:
             self._initialise()
 

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from harts.megatron.layers import (
     ReplicatedLinear,
+    column_projection,
     heads_of_rank,
     heads_to_rows,
     rotary_angles,
+    row_projection,
     rows_to_heads,
 )
 from harts.megatron.packet import tree_of
@@ -86,35 +88,16 @@ class TreeGroupedAttention(MegatronModule):  # type: ignore[misc]
         keys = 2 * shape.key_value_heads * shape.head_dim
         shared = self.tp_group.size() > shape.key_value_heads  # a multiple: Megatron checks that
         self.groups = 1 if shared else shape.key_value_heads // self.tp_group.size()
-        parallel = {
-            "config": config,
-            "tp_group": pg_collection.tp,
-            "is_expert": False,
-            "bias": False,
-        }
-        self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            config.hidden_size,
-            shape.heads * shape.query_columns + (0 if shared else keys),
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="qkv",
-            **parallel,
+        columns = shape.heads * shape.query_columns + (0 if shared else keys)
+        self.linear_qkv = column_projection(
+            submodules.linear_qkv, config, self.tp_group, config.hidden_size, columns, "qkv"
         )
         self.linear_kv = ReplicatedLinear(config, config.hidden_size, keys) if shared else None
         norm = {"config": config, "hidden_size": shape.head_dim, "eps": shape.norm_epsilon}
         self.q_layernorm = build_module(submodules.q_layernorm, **norm)
         self.k_layernorm = build_module(submodules.k_layernorm, **norm)
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            shape.heads * shape.head_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="proj",
-            **parallel,
+        self.linear_proj = row_projection(
+            submodules.linear_proj, config, self.tp_group, shape.heads * shape.head_dim, "proj"
         )
 
     def forward(

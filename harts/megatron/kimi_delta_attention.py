@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from harts.megatron.layers import (
     Float32Parameters,
     at_least_float32,
+    column_projection,
     device_of,
     drawn_apart,
     heads_of_rank,
     heads_to_rows,
     mark_split,
     own_heads,
+    row_projection,
     rows_to_heads,
 )
 from harts.megatron.packet import tree_of
@@ -78,17 +80,14 @@ class TreeKimiDeltaAttention(Float32Parameters):
         self.shape = shape
         self.cp_group = pg_collection.cp
         self.heads = heads_of_rank(shape.heads, pg_collection, kind="linear-attention")
-        parallel = {"config": config, "tp_group": pg_collection.tp, "is_expert": False}
-        self.in_proj = build_module(
+        group = pg_collection.tp
+        self.in_proj = column_projection(
             submodules.in_proj,
+            config,
+            group,
             config.hidden_size,
             shape.heads * shape.columns,
-            init_method=config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **parallel,
+            "fc1",
         )
         self.conv_weight = self._split(3 * shape.head_dim, shape.convolution_width)
         self.decay_log_rate = self._split()
@@ -96,16 +95,8 @@ class TreeKimiDeltaAttention(Float32Parameters):
         self.out_norm = build_module(
             submodules.out_norm, config=config, hidden_size=shape.head_dim, eps=shape.norm_epsilon
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            shape.heads * shape.head_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            bias=False,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **parallel,
+        self.out_proj = row_projection(
+            submodules.out_proj, config, group, shape.heads * shape.head_dim, "fc2"
         )
         self._initialise()
 

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from harts.megatron.layers import (
     ReplicatedLinear,
+    column_projection,
     heads_of_rank,
     heads_to_rows,
     rotary_angles,
+    row_projection,
     rows_to_heads,
 )
 from harts.megatron.packet import tree_of
@@ -75,20 +77,9 @@ class TreeLatentAttention(MegatronModule):  # type: ignore[misc]
         self.shape = shape
         self.cp_group, self.tp_group = pg_collection.cp, pg_collection.tp
         self.heads = heads_of_rank(shape.heads, pg_collection, kind="attention")
-        parallel = {
-            "config": config,
-            "tp_group": pg_collection.tp,
-            "is_expert": False,
-            "bias": False,
-        }
-        column = {"gather_output": False, "skip_bias_add": False, **parallel}
-        self.linear_query = build_module(
-            submodules.linear_query,
-            config.hidden_size,
-            shape.heads * shape.query_columns,
-            init_method=config.init_method,
-            tp_comm_buffer_name="q_proj",
-            **column,
+        group, queries = self.tp_group, shape.heads * shape.query_columns
+        self.linear_query = column_projection(
+            submodules.linear_query, config, group, config.hidden_size, queries, "q_proj"
         )
         self.linear_down = ReplicatedLinear(
             config, config.hidden_size, shape.latent_dim + shape.rotary_dim
@@ -99,23 +90,12 @@ class TreeLatentAttention(MegatronModule):  # type: ignore[misc]
             hidden_size=shape.latent_dim,
             eps=shape.norm_epsilon,
         )
-        self.linear_up = build_module(
-            submodules.linear_up,
-            shape.latent_dim,
-            shape.heads * (shape.key_dim + shape.value_dim),
-            init_method=config.init_method,
-            tp_comm_buffer_name="kv_up_proj",
-            **column,
+        columns = shape.heads * (shape.key_dim + shape.value_dim)
+        self.linear_up = column_projection(
+            submodules.linear_up, config, group, shape.latent_dim, columns, "kv_up_proj"
         )
-        self.linear_proj = build_module(
-            submodules.linear_proj,
-            shape.heads * shape.value_dim,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="proj",
-            **parallel,
+        self.linear_proj = row_projection(
+            submodules.linear_proj, config, group, shape.heads * shape.value_dim, "proj"
         )
 
     def forward(

@@ -16,6 +16,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 
 from harts.errors import UnsupportedError
@@ -118,6 +119,42 @@ class ReplicatedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., output size]."""
         return nn.functional.linear(x, self.weight)
+
+
+def column_projection(
+    module: Any, config: Any, tp_group: Any, inputs: int, outputs: int, buffer: str
+) -> Any:
+    """A matrix [outputs, inputs] without bias, cut by outputs; ``buffer`` is Megatron's name."""
+    return build_module(
+        module,
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_comm_buffer_name=buffer,
+        tp_group=tp_group,
+    )
+
+
+def row_projection(module: Any, config: Any, tp_group: Any, inputs: int, buffer: str) -> Any:
+    """A matrix [D, inputs] without bias, cut by inputs, of which each rank has its own part."""
+    return build_module(
+        module,
+        inputs,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_comm_buffer_name=buffer,
+        tp_group=tp_group,
+    )
 
 
 def mark_replicated(parameter: nn.Parameter, config: Any) -> None:

@@ -213,6 +213,7 @@ def _report(batch: TrajectoryBatch, sides: dict[str, Side]) -> tuple[list[Result
     }
     judged = bool(compact.parts_s)  # the bounds are for GPUs
     took = f"{alone.seconds:.2f} s / {compact.seconds:.2f} s"
+    took += "" if judged else "; not judged on a CPU"
     results = [
         _floor(
             "F/B/Grad speed-up over row compression",
@@ -263,8 +264,9 @@ def _figures(side: Side) -> dict[str, Any]:
         "seconds": side.seconds,
         "rows_per_second": side.rows / side.seconds,
         "planning_s": side.planning_s,
-        "peak_gib": side.peak_bytes / 2**30,
-        "parts_s": side.parts_s,
+        # Neither is known without a GPU.
+        "peak_gib": side.peak_bytes / 2**30 if side.parts_s else None,
+        "parts_s": side.parts_s or None,
     }
 
 

@@ -8,7 +8,6 @@ Shapes: P semantic log-prob positions.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -39,9 +38,10 @@ class StepErrors:
     """|difference| of the loss."""
     off_policy_loss: float
     """The same, with baseline A's log-probs as those of the policy that sampled."""
-    gradient: float
-    """Norm of the difference over the norm, of all gradients as one vector; NaN if all are zero."""
-    gradient_cosine: float
+    gradient: float | None
+    """Norm of the difference over the norm, of all gradients as one vector; None if all are zero,
+    as they are where the rewards within each tree are equal."""
+    gradient_cosine: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +129,8 @@ def _errors(name: str, recompute: bool, found: _Step, reference: _Step) -> StepE
     )
 
 
-def _ratio(value: float, size: float) -> float:
-    """NaN where rewards are all alike, so that no gradient is left to compare."""
-    return value / size if size else math.nan
+def _ratio(value: float, size: float) -> float | None:
+    return value / size if size else None
 
 
 def _against_float32(

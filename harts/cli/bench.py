@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 
 from harts.cli.bench_planning import planning
-from harts.cli.bench_report import Data, Json, Repeats, check_json, finish
+from harts.cli.bench_report import Data, Json, Repeats, check_json, check_names, finish
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -103,6 +103,7 @@ def step(
     from harts.trajectories import read_trajectories
 
     check_json(json)
+    check_names(data or ())
     with Console().status("starting") as status:
         workloads = {f.stem: read_trajectories([f]) for f in data or ()}
         workloads = workloads or {"table2-1": synthesize("table2-1", 0)}

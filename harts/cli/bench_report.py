@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from harts.errors import InputError
 from harts.files import check_writable, replace_text
 
 if TYPE_CHECKING:
@@ -26,6 +27,17 @@ def check_json(json: Path | None) -> None:
     """Refuse a file that cannot be written before anything is measured."""
     if json is not None:
         check_writable(json, "the figures")
+
+
+def check_names(files: Sequence[Path]) -> None:
+    """Refuse two files of one name, by which figures are told apart."""
+    stems = [file.stem for file in files]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise InputError(
+            f"--data names {twice[0]!r} more than once, and figures are told apart by the names of "
+            "their files: give each file once, under a name of its own"
+        )
 
 
 def finish(

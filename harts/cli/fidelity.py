@@ -106,6 +106,8 @@ def _show(console: Console, report: "ReplayReport", title: str) -> None:
         console.print(table)
     for name in names:
         console.print(f"mean cosine of logits, {name}: {report.mean_cosine[name]:.10f}")
+    if all(row.depth == 0 for row in report.depths):
+        console.print("No position lies behind a fork, so replay was not tested: raise --tokens.")
 
 
 def _show_steps(console: Console, report: "StepReport") -> None:
@@ -118,9 +120,14 @@ def _show_steps(console: Console, report: "StepReport") -> None:
             "yes" if row.recompute else "no",
             f"{row.loss:.1e}",
             f"{row.off_policy_loss:.1e}",
-            f"{row.gradient:.2e}",
-            f"{row.gradient_cosine:.8f}",
+            "-" if row.gradient is None else f"{row.gradient:.2e}",
+            "-" if row.gradient_cosine is None else f"{row.gradient_cosine:.8f}",
         )
     console.print(table)
+    if any(row.gradient is None for row in report.steps):
+        console.print(
+            "No gradient was compared: the rewards within each tree are equal, so every advantage "
+            "is 0. Raise --tokens, or take data whose rewards differ."
+        )
     for name, error in report.logprob_error.items():
         console.print(f"mean log-prob error against float32, {name}: {error:.3e} nats")

@@ -29,6 +29,11 @@ def process_groups(sizes: MegatronConfig, seed: int = 0) -> Iterator[None]:
     joined = not dist.is_initialized()
     if joined:
         local = int(os.environ.get("LOCAL_RANK", "0"))
+        if not torch.cuda.device_count():
+            raise InputError(
+                "engine: megatron needs a GPU for each process, and this machine has none; use "
+                "engine: huggingface"
+            )
         if local >= torch.cuda.device_count():
             raise InputError(
                 f"process {local} of this machine found {torch.cuda.device_count()} GPUs; Megatron "

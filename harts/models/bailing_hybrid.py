@@ -13,6 +13,7 @@ from transformers.models.bailing_hybrid.modeling_bailing_hybrid import (
 )
 
 from harts.models.families import ModelFamily
+from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer, kimi_delta_attention, normalised_output
 from harts.models.random_weights import drawn
 from harts.ops.tree_index import TreeIndex
@@ -28,6 +29,10 @@ class TreeBailingHybridDeltaAttention(TreeLayer, BailingHybridDeltaAttention):  
         output = kimi_delta_attention(self, hidden, tree, lowest)
         projected: Tensor = self.o_proj(normalised_output(self.o_norm, output, self.g_proj(hidden)))
         return projected
+
+
+class TreeBailingHybridTopkRouter(GroupRouter, BailingHybridTopkRouter):  # type: ignore[misc]
+    """The router, which can choose by the compiled form."""
 
 
 def small_model(vocabulary: int) -> BailingHybridForCausalLM:
@@ -67,6 +72,7 @@ FAMILY = ModelFamily(
     model_type="bailing_hybrid",
     tree_layers={BailingHybridDeltaAttention: TreeBailingHybridDeltaAttention},
     router_class=BailingHybridTopkRouter,
+    tree_routers={BailingHybridTopkRouter: TreeBailingHybridTopkRouter},
     router_score="sigmoid",
     expert_bias="e_score_correction_bias",
     chunk_size=64,

@@ -4,7 +4,12 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from harts.models.families import ModelFamily
+from harts.models.group_router import GroupRouter
 from harts.models.random_weights import drawn
+
+
+class TreeDeepseekV3TopkRouter(GroupRouter, DeepseekV3TopkRouter):  # type: ignore[misc]
+    """The router, which can choose by the compiled form."""
 
 
 def small_model(vocabulary: int) -> DeepseekV3ForCausalLM:
@@ -38,6 +43,7 @@ def small_model(vocabulary: int) -> DeepseekV3ForCausalLM:
 FAMILY = ModelFamily(
     model_type="deepseek_v3",
     router_class=DeepseekV3TopkRouter,
+    tree_routers={DeepseekV3TopkRouter: TreeDeepseekV3TopkRouter},
     router_score="sigmoid",
     expert_bias="e_score_correction_bias",
     small_model=small_model,

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from harts.ops.experts import PLAIN, routed_experts
+from harts.ops.experts import routed_experts
 
 EXPERTS_NAME = "harts_grouped"
 _REPLACED = ("eager", "batched_mm", "grouped_mm")
@@ -18,11 +18,10 @@ _REPLACED = ("eager", "batched_mm", "grouped_mm")
 
 
 def group_experts(model: PreTrainedModel) -> None:
-    """Register the grouped form and set it on every experts module that it can run."""
+    """Set the grouped form on a model whose experts it can run."""
     modules = expert_modules(model)
     chosen = getattr(model.config, "_experts_implementation", None)
     if modules and chosen in _REPLACED and all(_known(m) for m in modules):
-        ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)
         model.set_experts_implementation(EXPERTS_NAME)
 
 
@@ -46,5 +45,9 @@ def _experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor) -> T
         weights,
         module.gate_up_proj,
         module.down_proj,
-        getattr(module, "elementwise", PLAIN),
+        getattr(module, "backend", None),
     )
+
+
+# At import, so that a process that only unpickles a model has it too.
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, _experts)

@@ -43,6 +43,8 @@ class ModelFamily:
     """Linear-attention layer class -> subclass that takes ``tree=TreeIndex`` in its forward."""
     router_class: type[nn.Module] | None = None
     """Router whose forward returns (logits [R, E], weights, selected experts [R, k])."""
+    tree_routers: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    """Router class -> subclass with a compiled form."""
     router_score: Literal["sigmoid", "softmax"] = "softmax"
     """How router logits become the probabilities of the load-balancing loss."""
     expert_bias: str | None = None

@@ -6,14 +6,13 @@ into one kernel under ``torch.compile``.
 Shapes: R rows · E experts · G groups · k experts a row.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_SETTINGS = ("num_group", "topk_group", "num_experts", "top_k", "norm_topk_prob")
+from harts.ops.compilation import compiled
 
 
 def choose_experts(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,16 +50,17 @@ def _without(scores: Tensor, at: Tensor) -> Tensor:
     return scores.masked_fill(numbers == at, -torch.inf)
 
 
-def compile_router(router: nn.Module, backend: str) -> None:
-    """Let a router of this kind choose by the compiled form; another kind stays as it is."""
-    bias = getattr(router, "e_score_correction_bias", None)
-    if bias is not None and all(hasattr(router, name) for name in _SETTINGS):
-        choose = torch.compile(choose_experts, dynamic=True, backend=backend)
-        router.forward = partial(_forward, router, choose)
+class GroupRouter(nn.Module):
+    """Put before a library's router of this kind, whose forward it is until it is compiled."""
 
+    backend: str | None = None
+    """Of ``torch.compile``."""
 
-def _forward(router: Any, choose: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The library's forward: logits [R, E] in float32, then weights and numbers [R, k]."""
-    rows = hidden.view(-1, router.hidden_dim).type(torch.float32)
-    logits = F.linear(rows, router.weight.type(torch.float32))
-    return logits, *choose(router, logits)
+    def forward(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [R, E] in float32, then weights and numbers [R, k]."""
+        if self.backend is None:
+            library: tuple[Tensor, Tensor, Tensor] = super().forward(hidden)
+            return library
+        rows = hidden.view(-1, self.hidden_dim).type(torch.float32)
+        logits = F.linear(rows, self.weight.type(torch.float32))
+        return logits, *compiled(choose_experts, self.backend)(self, logits)

@@ -13,6 +13,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
 )
 
 from harts.models.families import ModelFamily
+from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer, kimi_delta_attention, normalised_output
 from harts.models.random_weights import drawn
 from harts.ops.tree_index import TreeIndex
@@ -27,6 +28,10 @@ class TreeKimiLinearDeltaAttention(TreeLayer, KimiLinearDeltaAttention):  # type
         gate = self.g_b_proj(self.g_a_proj(hidden))
         projected: Tensor = self.o_proj(normalised_output(self.o_norm, output, gate))
         return projected
+
+
+class TreeKimiLinearTopkRouter(GroupRouter, KimiLinearTopkRouter):  # type: ignore[misc]
+    """The router, which can choose by the compiled form."""
 
 
 def small_model(vocabulary: int) -> KimiLinearForCausalLM:
@@ -64,6 +69,7 @@ FAMILY = ModelFamily(
     model_type="kimi_linear",
     tree_layers={KimiLinearDeltaAttention: TreeKimiLinearDeltaAttention},
     router_class=KimiLinearTopkRouter,
+    tree_routers={KimiLinearTopkRouter: TreeKimiLinearTopkRouter},
     router_score="sigmoid",
     expert_bias="e_score_correction_bias",
     chunk_size=64,

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harts.ops.compilation import compiled
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.delta_rule import tree_delta_rule
 from harts.ops.tree_index import TreeIndex
@@ -56,6 +57,9 @@ class TreeLayer(nn.Module):
     Without, its forward is the library's own, so the model generates as before.
     """
 
+    backend: str | None = None
+    """Of ``torch.compile``, where the layer runs compiled; a name, so that copies run their own."""
+
     def forward(
         self, hidden_states: Tensor, *args: Any, tree: TreeIndex | None = None, **kwargs: Any
     ) -> Tensor:
@@ -63,7 +67,10 @@ class TreeLayer(nn.Module):
         if tree is None:
             alone: Tensor = super().forward(hidden_states, *args, **kwargs)
             return alone
-        return self.on_tree(hidden_states, tree)
+        if self.backend is None:
+            return self.on_tree(hidden_states, tree)
+        output: Tensor = compiled(type(self).on_tree, self.backend)(self, hidden_states, tree)
+        return output
 
     def on_tree(self: Any, hidden: Tensor, tree: TreeIndex) -> Tensor:
         """The library's layer on the rows of a tree: [1, R, D] to [1, R, D]."""

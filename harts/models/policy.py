@@ -19,10 +19,9 @@ from harts.errors import InputError, UnsupportedError
 from harts.layout import CompactLayout
 from harts.models.experts import expert_modules, group_experts
 from harts.models.families import ModelFamily, family_of
-from harts.models.group_router import compile_router
+from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer, only_rows_vary, uncompiled
 from harts.ops.attention import tree_attention
-from harts.ops.experts import Elementwise
 from harts.ops.logprobs import mapped_logprobs
 from harts.ops.router import (
     RouterStatistics,
@@ -138,21 +137,24 @@ class TreePolicy(nn.Module):
         long as this policy; the first step pays for them. Results differ by rounding from those
         without.
         """
-        fused = Elementwise().compiled(backend)
         for experts in expert_modules(self.model):
-            experts.elementwise = fused
-        for router in self.family.routers(self.model):
-            compile_router(router, backend)
+            experts.backend = backend
         for module in self.model.modules():
-            if isinstance(module, TreeLayer):
-                on_tree = torch.compile(module.on_tree, dynamic=True, backend=backend)
-                module.on_tree = on_tree  # type: ignore[method-assign]
+            if isinstance(module, TreeLayer | GroupRouter):
+                module.backend = backend
             elif type(module).__name__.endswith(_COMPILED):
                 module.compile(dynamic=True, backend=backend)
             elif type(module).__name__.endswith("RotaryEmbedding"):
                 module.register_forward_hook(_rotations_by_row)
 
     def _check(self, layout: CompactLayout) -> None:
+        chosen = getattr(self.model.config, "_attn_implementation", None)
+        if chosen != ATTENTION_NAME:
+            raise InputError(
+                f"the model's attention implementation must be {ATTENTION_NAME!r}, which prepare "
+                f"set, and is {chosen!r}: it would not see the tree. Call "
+                f"model.set_attn_implementation({ATTENTION_NAME!r}) before training"
+            )
         if layout.chunk_size != self.family.chunk_size:
             raise InputError(
                 f"the layout is planned for chunk length {layout.chunk_size}, expected "
@@ -199,12 +201,11 @@ def prepare(model: PreTrainedModel) -> TreePolicy:
     _refuse_positions_by_length(model)
     if getattr(model.config, "_attn_implementation", None) == ATTENTION_NAME:
         raise UnsupportedError("this model is prepared already; use the first TreePolicy")
+    tree_classes = {**family.tree_layers, **family.tree_routers}
     for module in model.modules():
-        tree_class = family.tree_layers.get(type(module))
+        tree_class = tree_classes.get(type(module))
         if tree_class is not None:
             module.__class__ = tree_class
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)
     model.set_attn_implementation(ATTENTION_NAME)
     group_experts(model)
     return TreePolicy(model, family)
@@ -306,3 +307,7 @@ def _on_tree(
 
 
 _heads_on_tree = uncompiled(_on_tree, rows_dim=1)
+
+# At import, so that a process that only unpickles a policy has them too.
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, sdpa_mask)

@@ -10,12 +10,13 @@ I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from harts.ops.compilation import compiled
 
 _ALIGNMENT = 8
 """Numbers by which the grouped product of PyTorch wants widths divisible in bfloat16."""
@@ -44,31 +45,13 @@ def _keep_width(x: Tensor) -> None:
     torch._dynamo.mark_static(x, 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elementwise:
-    """What runs between the matrix products; compiled forms of each may stand in for it."""
-
-    sum_of_slots: Callable[[Tensor, Tensor], Tensor] = sum_of_slots
-    gated: Callable[[Tensor, Tensor], Tensor] = gated
-
-    def compiled(self, backend: str) -> Elementwise:
-        """The same, each one kernel, for any number of rows."""
-        return Elementwise(
-            sum_of_slots=torch.compile(self.sum_of_slots, dynamic=True, backend=backend),
-            gated=torch.compile(self.gated, dynamic=True, backend=backend),
-        )
-
-
-PLAIN = Elementwise()
-
-
 def routed_experts(
     rows: Tensor,
     experts: Tensor,
     weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    elementwise: Elementwise = PLAIN,
+    backend: str | None = None,
 ) -> Tensor:
     """Sum over each row's experts of weight * down(silu(gate(row)) * up(row)).
 
@@ -80,7 +63,7 @@ def routed_experts(
         weights: [R, k] of the experts.
         gate_up: [E, 2 I, D].
         down: [E, D, I].
-        elementwise: how the parts between the products run.
+        backend: of ``torch.compile`` for what runs between the products; None for plain PyTorch.
 
     Returns:
         [R, D] in the dtype of ``rows``.
@@ -91,15 +74,19 @@ def routed_experts(
     count = torch.arange(gate_up.shape[0], device=order.device)
     ends = torch.searchsorted(by_expert, count, right=True).int()
     to_slots, to_rows = order // experts.shape[1], slots.view(experts.shape)
-    sent = _Spread.apply(rows, to_slots, to_rows, elementwise)  # type: ignore[no-untyped-call]
+    sent = _Spread.apply(rows, to_slots, to_rows, backend)  # type: ignore[no-untyped-call]
     each = _Spread.apply(  # type: ignore[no-untyped-call]
-        weights.reshape(-1, 1), order, slots.unsqueeze(1), PLAIN
+        weights.reshape(-1, 1), order, slots.unsqueeze(1), None
     )
-    hidden = elementwise.gated(grouped_product(sent, gate_up, ends), each)
+    hidden = _form(gated, backend)(grouped_product(sent, gate_up, ends), each)
     out: Tensor = _Collect.apply(  # type: ignore[no-untyped-call]
-        grouped_product(hidden, down, ends), to_slots, to_rows, elementwise
+        grouped_product(hidden, down, ends), to_slots, to_rows, backend
     )
     return out
+
+
+def _form(function: Callable[..., Tensor], backend: str | None) -> Callable[..., Tensor]:
+    return function if backend is None else compiled(function, backend)
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -120,16 +107,16 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, to_slots: Tensor, to_rows: Tensor, elementwise: Elementwise
+        ctx: Any, rows: Tensor, to_slots: Tensor, to_rows: Tensor, backend: str | None
     ) -> Tensor:
         ctx.save_for_backward(to_rows)
-        ctx.elementwise = elementwise
+        ctx.backend = backend
         return rows.index_select(0, to_slots)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (to_rows,) = ctx.saved_tensors
-        return ctx.elementwise.sum_of_slots(grads[0], to_rows), None, None, None
+        return _form(sum_of_slots, ctx.backend)(grads[0], to_rows), None, None, None
 
 
 class _Collect(torch.autograd.Function):
@@ -137,10 +124,10 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, to_slots: Tensor, to_rows: Tensor, elementwise: Elementwise
+        ctx: Any, values: Tensor, to_slots: Tensor, to_rows: Tensor, backend: str | None
     ) -> Tensor:
         ctx.save_for_backward(to_slots)
-        return elementwise.sum_of_slots(values, to_rows)
+        return _form(sum_of_slots, backend)(values, to_rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

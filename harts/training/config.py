@@ -196,6 +196,11 @@ def to_config(values: Mapping[str, Any]) -> TrainConfig:
     sections: dict[str, Any] = {
         k: _section(cls, values.get(k), f"{k}.") for k, cls in _SECTIONS.items()
     }
+    if options.engine != "megatron" and sections["megatron"] != MegatronConfig():
+        raise InputError(
+            f"expected engine: megatron beside the section megatron, got engine: {options.engine}, "
+            "which would ignore its sizes. Set engine: megatron, or leave the section out"
+        )
     return TrainConfig(
         **{name: getattr(options, name) for name in run},
         **sections,

@@ -291,6 +291,7 @@ def test_fidelity_shows_errors_by_depth_and_writes_picture_and_figures(
     ("arguments", "message"),
     [
         (("fidelity", "--device", "cuda"), "no GPU was found"),
+        (("bench", "step", "--data", "a/x.parquet", "--data", "b/x.parquet"), "'x' more than once"),
         (("bench", "step", "--device", "cpu", "--model", "small", "--capacity", 9), "table2-1"),
         (
             ("plan", "WORKLOAD", "--replicas", 10**9, "--capacity", 64, "--fillers"),

@@ -1,12 +1,16 @@
 """Every family: exact against each trajectory alone, and otherwise still the library's model."""
 
 import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from harts.errors import UnsupportedError
+from harts.errors import InputError, UnsupportedError
 from harts.fidelity import (
     compare_gradients,
     compare_outcomes,
@@ -115,6 +119,48 @@ def test_compiled_layers_give_the_same_step_and_share_compilations(model_type: s
     broken = [reason for reason in found["graph_break"] if "disable" not in reason]
     assert not broken, "only the tree's operators are left out"
     assert 3 <= found["stats"]["unique_graphs"] <= 20, "a few a kind of layer, not a layer"
+
+
+@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "qwen3_moe"])
+def test_copies_of_a_compiled_policy_run_their_own_weights(model_type: str) -> None:
+    _, _, layout = lay_out(hard_tree(VOCABULARY), chunk_size=64)
+    policy = prepare(small(model_type).train())
+    policy.compile_layers(backend="aot_eager")
+    for other in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(1.1)
+        fresh = prepare(small(model_type).train())
+        fresh.load_state_dict(other.state_dict())
+        logprobs = other(layout).logprobs
+        torch.testing.assert_close(logprobs, fresh(layout).logprobs, rtol=1e-4, atol=1e-4)
+        logprobs.sum().backward()
+        assert all(p.grad is None for p in policy.parameters())
+        assert all(p.grad is not None for p in other.parameters())
+
+
+def test_a_policy_runs_in_a_process_that_only_loads_it(tmp_path: Path) -> None:
+    policy = prepare(small("bailing_hybrid"))
+    _, _, layout = lay_out(hard_tree(VOCABULARY), chunk_size=64)
+    torch.save((policy, layout), tmp_path / "policy.pt")
+    code = (
+        "import sys, torch\n"
+        "policy, layout = torch.load(sys.argv[1], weights_only=False)\n"
+        "torch.save(policy(layout).logprobs, sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", code, tmp_path / "policy.pt", tmp_path / "logprobs.pt"]
+    subprocess.run(command, check=True)
+    torch.testing.assert_close(torch.load(tmp_path / "logprobs.pt"), policy(layout).logprobs)
+
+
+def test_another_attention_implementation_is_refused_before_it_ignores_the_tree() -> None:
+    _, _, layout = lay_out(hard_tree(VOCABULARY), chunk_size=64)
+    policy = prepare(small("qwen3_moe"))
+    policy.model.set_attn_implementation("eager")
+    with pytest.raises(InputError, match=r"'harts_tree'.*is 'eager'.*set_attn_implementation"):
+        policy(layout)
+    policy.model.set_attn_implementation("harts_tree")
+    assert policy(layout).logprobs.isfinite().all()
 
 
 def test_an_unknown_model_is_refused_with_the_supported_ones() -> None:

@@ -203,3 +203,10 @@ def test_a_mapping_and_its_record_say_the_same(tmp_path):
     record = to_config(settings(tmp_path))
     assert to_config(record.as_mapping()) == record
     assert dataclasses.replace(record, steps=9).as_mapping()["steps"] == 9
+
+
+def test_sizes_of_an_engine_that_does_not_run_are_refused():
+    loaded = load_config(EXAMPLE)
+    assert to_config(loaded.as_mapping()) == loaded, "every default spelled out is no choice"
+    with pytest.raises(InputError, match=r"expected engine: megatron.*got engine: huggingface"):
+        load_config(EXAMPLE, ["megatron.expert_parallel=2"])

@@ -53,7 +53,7 @@ class StepReport:
     """Of each execution, mean |difference| from a float32 run, in nats; empty in float32."""
 
 
-def measure_steps(
+def compare_steps(
     policy: TreePolicy, batch: TrajectoryBatch, *, capacity: int, progress: Progress
 ) -> StepReport:
     """Run GRPO steps both ways, with recomputation and without. Leaves the model in float32.

@@ -50,7 +50,7 @@ def fidelity(
     from transformers.utils import logging
 
     from harts.bench.replay import load_policy, measure_replay, save_plot
-    from harts.bench.step_fidelity import measure_steps
+    from harts.bench.step_fidelity import compare_steps
     from harts.excerpts import bounded_excerpt, renumber_tokens
     from harts.synth import synthesize
     from harts.trajectories import read_trajectories
@@ -67,7 +67,7 @@ def fidelity(
         report = measure_replay(
             policy, sample, capacity=capacity, pinned=pinned, progress=status.update
         )
-        steps = measure_steps(policy, sample, capacity=capacity, progress=status.update)
+        steps = compare_steps(policy, sample, capacity=capacity, progress=status.update)
     _show(console, report, f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens, {dtype}")
     _show_steps(console, steps)
     if plot is not None:

@@ -35,20 +35,24 @@ from harts.objectives import prepare_step
 from harts.planning.step import plan_step
 from harts.training.checkpoint import (
     Checkpoint,
-    checkpoints,
-    discard_unfinished,
     new_checkpoint,
     unfinished,
-    write_whole,
 )
 from harts.training.config import TrainConfig
 from harts.training.data import TrainingData, TreeSampler
 from harts.training.loop import Observer, TrainingError, check_same_run
 from harts.training.metrics import MetricsLog, StepMetrics, measure_step
 from harts.training.model import build_model, library_config, quiet_library
-from harts.training.plot import save_plot
 from harts.training.readiness import check_lengths, check_objective, check_steps
-from harts.training.run import CHECKPOINTS, RunReport, find_checkpoint, held, introduce
+from harts.training.run import (
+    CHECKPOINTS,
+    RunReport,
+    find_checkpoint,
+    held,
+    introduce,
+    newest_checkpoint,
+    record,
+)
 from harts.training.step import StepOutcome
 
 DISTRIBUTED = "megatron"
@@ -84,24 +88,11 @@ def _lead(trainer: MegatronTrainer, checkpoint: Checkpoint | None, observer: Obs
     described = f"{trainer.source.model_type} on Megatron, {sizes}"
     introduce(config, trainer.data, described, checkpoint, observer)
     with held(directory, afresh=config.resume == "never"):
-        discard_unfinished(directory / CHECKPOINTS)
-        if trainer.steps_done < config.steps:  # a finished run keeps the settings it ran with
-            write_whole(directory / "config.yaml", config.as_yaml())
-        log = MetricsLog(directory, trainer.steps_done)
-        began = time.perf_counter()
-        try:
-            trainer.run(log, directory / CHECKPOINTS, observer)
-        finally:
-            log.close()
-        spent = time.perf_counter() - began
-        save_plot(log.records, directory / "loss.png")
-    newest = checkpoints(directory / CHECKPOINTS)[-1:]
-    if not newest and checkpoint is not None:
-        newest = [checkpoint.path]
+        metrics, spent = record(config, trainer, observer)
     return RunReport(
         directory=directory,
-        checkpoint=newest[0],
-        metrics=tuple(log.records),
+        checkpoint=newest_checkpoint(directory, checkpoint),
+        metrics=metrics,
         steps_per_epoch=trainer.sampler.steps_per_epoch,
         training_s=spent,
         times=None,

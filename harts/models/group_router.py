@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harts.ops.compilation import compiled
+from harts.ops.compilation import compiled, only_rows_vary
 
 
 def choose_experts(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,7 +21,7 @@ def choose_experts(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
     A group counts for the sum of its best two scores, bias included; experts come from the best
     ``topk_group`` groups. Weights are scores without bias.
     """
-    torch._dynamo.mark_static(logits, 1)
+    only_rows_vary(logits)
     scores = logits.sigmoid()
     biased = (scores + router.e_score_correction_bias).detach()
     groups = biased.view(-1, router.num_group, router.num_experts // router.num_group)

@@ -4,40 +4,18 @@ Shapes: R physical rows · D model width · H query/key heads · G value heads �
 V value dim.
 """
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harts.ops.compilation import compiled
+from harts.ops.compilation import compiled, uncompiled
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.delta_rule import tree_delta_rule
 from harts.ops.tree_index import TreeIndex
 
 _L2_NORM_EPSILON = 1e-6
-
-
-def uncompiled(operator: Callable[..., Tensor], rows_dim: int = 0) -> Callable[..., Tensor]:
-    """The operator, opaque to ``torch.compile``, which fuses what lies around it.
-
-    The sizes of its output are known but for the rows: loops over channels of unknown number are
-    three times slower.
-    """
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        return only_rows_vary(operator(*args, **kwargs), rows_dim)
-
-    return cast(Callable[..., Tensor], run)
-
-
-def only_rows_vary(x: Tensor, rows_dim: int) -> Tensor:
-    """The same tensor, which ``torch.compile`` may take to have these sizes but for the rows."""
-    for dim in set(range(x.dim())) - {rows_dim}:
-        torch._dynamo.mark_static(x, dim)
-    return x
 
 
 _convolution = uncompiled(tree_causal_convolution)

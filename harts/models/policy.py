@@ -20,8 +20,9 @@ from harts.layout import CompactLayout
 from harts.models.experts import expert_modules, group_experts
 from harts.models.families import ModelFamily, family_of
 from harts.models.group_router import GroupRouter
-from harts.models.linear_attention import TreeLayer, only_rows_vary, uncompiled
+from harts.models.linear_attention import TreeLayer
 from harts.ops.attention import tree_attention
+from harts.ops.compilation import only_rows_vary, uncompiled
 from harts.ops.logprobs import mapped_logprobs
 from harts.ops.router import (
     RouterStatistics,
@@ -74,7 +75,8 @@ class TreePolicy(nn.Module):
 
         Raises:
             InputError: the layout was planned for another chunk length, or holds a token id
-                outside the model's vocabulary.
+                outside the model's vocabulary; or the model's attention was set to another
+                implementation since it was prepared.
         """
         self._check(layout)
         head = self.model.get_output_embeddings()
@@ -133,9 +135,8 @@ class TreePolicy(nn.Module):
         """Let ``torch.compile`` fuse what lies between matrix products and the tree's operators.
 
         Norms, gates, rotations, routing and activations are chains of small kernels otherwise.
-        Layers of one kind share their compilations, which serve any number of rows and last as
-        long as this policy; the first step pays for them. Results differ by rounding from those
-        without.
+        Layers of one kind share their compilations, which serve any number of rows; the first step
+        of a process pays for them. Results differ by rounding from those without.
         """
         for experts in expert_modules(self.model):
             experts.backend = backend

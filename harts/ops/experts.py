@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harts.ops.compilation import compiled
+from harts.ops.compilation import compiled, only_rows_vary
 
 _ALIGNMENT = 8
 """Numbers by which the grouped product of PyTorch wants widths divisible in bfloat16."""
@@ -24,7 +24,7 @@ _ALIGNMENT = 8
 
 def sum_of_slots(values: Tensor, slots: Tensor) -> Tensor:
     """[M, D] and [R, k] to [R, D]: the sum of each row's slots, in float32 or wider."""
-    _keep_width(values)
+    only_rows_vary(values)
     wide = values.dtype if values.dtype == torch.float64 else torch.float32
     total = values[slots[:, 0]].to(wide)
     for choice in range(1, slots.shape[1]):
@@ -34,15 +34,10 @@ def sum_of_slots(values: Tensor, slots: Tensor) -> Tensor:
 
 def gated(projected: Tensor, weights: Tensor) -> Tensor:
     """[M, 2 I] gate and up projections and [M, 1] to [M, I]: weight * silu(gate) * up."""
-    _keep_width(projected)
+    only_rows_vary(projected)
     wide = projected.dtype if projected.dtype == torch.float64 else torch.float32
     gate, up = projected.to(wide).chunk(2, dim=-1)
     return (F.silu(gate) * up * weights).to(projected.dtype)
-
-
-def _keep_width(x: Tensor) -> None:
-    """Tell the compiler that only the number of rows changes."""
-    torch._dynamo.mark_static(x, 1)
 
 
 def routed_experts(

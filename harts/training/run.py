@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from harts.errors import InputError
 from harts.training.checkpoint import (
@@ -60,30 +61,59 @@ def train(config: TrainConfig, observer: Observer) -> RunReport:
     described = f"{trainer.policy.family.model_type} with {parameters:,} parameters"
     introduce(config, trainer.data, described, checkpoint, observer)
     with held(directory, afresh=config.resume == "never"):
-        discard_unfinished(directory / CHECKPOINTS)
-        if trainer.steps_done < config.steps:  # a finished run keeps the settings it ran with
-            write_whole(directory / "config.yaml", config.as_yaml())
-        log = MetricsLog(directory, trainer.steps_done)
-        began = time.perf_counter()
-        try:
-            trainer.run(log, directory / CHECKPOINTS, observer)
-        finally:
-            log.close()
-        spent = time.perf_counter() - began
-        save_plot(log.records, directory / "loss.png")
+        metrics, spent = record(config, trainer, observer)
         times, fidelity = _compare(trainer, observer)
-    newest = checkpoints(directory / CHECKPOINTS)[-1:]
-    if not newest and checkpoint is not None:
-        newest = [checkpoint.path]
     return RunReport(
         directory=directory,
-        checkpoint=newest[0],
-        metrics=tuple(log.records),
+        checkpoint=newest_checkpoint(directory, checkpoint),
+        metrics=metrics,
         steps_per_epoch=trainer.sampler.steps_per_epoch,
         training_s=spent,
         times=times,
         fidelity=fidelity,
     )
+
+
+class Steps(Protocol):
+    """What either engine trains with."""
+
+    @property
+    def steps_done(self) -> int:
+        """Before it runs."""
+
+    def run(self, log: MetricsLog, directory: Path, observer: Observer, /) -> None:
+        """Train to the configured number of steps, with checkpoints in ``directory``."""
+
+
+def record(
+    config: TrainConfig, trainer: Steps, observer: Observer
+) -> tuple[tuple[StepMetrics, ...], float]:
+    """Train in the run directory, which is held: settings, metrics and picture are written.
+
+    Returns:
+        The metrics of all steps, earlier ones included, and the seconds that training took.
+    """
+    directory = config.directory
+    discard_unfinished(directory / CHECKPOINTS)
+    if trainer.steps_done < config.steps:  # a finished run keeps the settings it ran with
+        write_whole(directory / "config.yaml", config.as_yaml())
+    log = MetricsLog(directory, trainer.steps_done)
+    began = time.perf_counter()
+    try:
+        trainer.run(log, directory / CHECKPOINTS, observer)
+    finally:
+        log.close()
+    spent = time.perf_counter() - began
+    save_plot(log.records, directory / "loss.png")
+    return tuple(log.records), spent
+
+
+def newest_checkpoint(directory: Path, resumed: Checkpoint | None) -> Path:
+    """Of the run, or the one that it went on from, where no step was left to train."""
+    newest = checkpoints(directory / CHECKPOINTS)[-1:]
+    if not newest and resumed is not None:
+        newest = [resumed.path]
+    return newest[0]
 
 
 def find_checkpoint(config: TrainConfig) -> Checkpoint | None:

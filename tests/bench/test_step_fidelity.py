@@ -5,7 +5,7 @@ import torch
 
 from harts.bench import step_fidelity
 from harts.bench.replay import NO_REPLAY, REFERENCE, REPLAY, RERUN, plans_of
-from harts.bench.step_fidelity import StepReport, measure_steps
+from harts.bench.step_fidelity import StepReport, compare_steps
 from harts.bench.step_fidelity import _Step as Gradients
 from harts.models import prepare
 from harts.models.families import family_named
@@ -17,7 +17,7 @@ VOCABULARY = 50
 def measured(dtype: torch.dtype) -> StepReport:
     torch.manual_seed(0)
     model = family_named("bailing_hybrid").small_model(VOCABULARY).to(dtype)
-    return measure_steps(
+    return compare_steps(
         prepare(model), hard_tree(VOCABULARY), capacity=700, progress=lambda _: None
     )
 

@@ -20,6 +20,7 @@ from harts.fidelity import (
 )
 from harts.models import prepare
 from harts.models.families import MODEL_TYPES, family_named
+from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer
 from harts.objectives import GRPO, PPO, PolicyObjective, prepare_step
 from harts.planning.step import plan_step
@@ -94,6 +95,14 @@ def test_every_kind_of_linear_layer_has_a_tree_form_and_slow_heads(model_type: s
     prepared = prepare(model).model
     trees = [m for m in prepared.modules() if isinstance(m, TreeLayer)]
     assert len(trees) == kinds.count("linear_attention")
+
+
+@EVERY_FAMILY
+def test_routers_with_groups_have_a_compiled_form(model_type: str) -> None:
+    family = family_named(model_type)
+    routers = family.routers(prepare(small(model_type)).model)
+    with_groups = model_type in ("bailing_hybrid", "deepseek_v3", "kimi_linear")
+    assert [isinstance(r, GroupRouter) for r in routers] == [with_groups] * len(routers)
 
 
 @pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next"])

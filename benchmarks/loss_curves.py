@@ -2,7 +2,8 @@
 
     python benchmarks/loss_curves.py --data rollouts.parquet --json curves.json --plot curves.png
 
-The same weights, trees, objective and optimiser in every run. Trajectory-wise training runs three
+The same weights, trees, objective and optimiser in every run; weights in bfloat16, AdamW on a
+float32 copy of them. Trees whose rewards are all equal have no policy gradient and are left out. Trajectory-wise training runs three
 times, packed to T, T/2 and 2T: where it repeats bit for bit, other shapes of matrix products and
 another order of addition stand for reruns. Compact training passes when it lies no further from
 the mean of the three than the farthest of them lies from the mean of the other two.
@@ -25,6 +26,7 @@ from rich.console import Console
 
 from harts.bench.measure import commit
 from harts.bench.step import TABLE_1_MODEL, model_named, within_vocabulary
+from harts.errors import InputError
 from harts.models import TreePolicy, prepare
 from harts.objectives import GRPO, StepTargets, prepare_step
 from harts.planning.step import plan_step
@@ -55,9 +57,16 @@ def policy_of(config: ModelConfig, device: str) -> TreePolicy:
 
 
 def steps_of(batch: TrajectoryBatch, steps: int) -> list[TrajectoryBatch]:
-    """One tree a step, all trees in turns."""
+    """One tree a step, all trees whose rewards differ in turns.
+
+    Raises:
+        InputError: there is no such tree.
+    """
     names = np.array(batch.tree_ids)
     trees = [batch.select(np.flatnonzero(names == name)) for name in dict.fromkeys(batch.tree_ids)]
+    trees = [tree for tree in trees if np.ptp(tree.rewards) > 0]
+    if not trees:
+        raise InputError("no tree has trajectories of different reward: nothing would be learnt")
     return list(itertools.islice(itertools.cycle(trees), steps))
 
 
@@ -85,14 +94,21 @@ def train(
     rate: float,
 ) -> Curve:
     """[steps] losses."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=0.0)
+    weights = list(policy.parameters())
+    masters = [torch.nn.Parameter(w.detach().float()) for w in weights]
+    optimizer = torch.optim.AdamW(masters, lr=rate, weight_decay=0.0)
     losses = []
     for tree, wanted in zip(trees, targets, strict=True):
         plan = plan_step(tree, replicas=1, capacity=capacity, share=share)
-        optimizer.zero_grad()
+        policy.zero_grad()
         losses.append(run_step(policy, tree, plan, wanted, GRPO(), ROUTER).policy_loss)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
     return np.array(losses)
 
 

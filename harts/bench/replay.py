@@ -9,8 +9,8 @@ Shapes: S semantic positions · D model width · A vocabulary · k experts a tok
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -62,14 +62,6 @@ class ReplayReport:
     """Eq. 27 of each execution against baseline A."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Execution:
-    hidden: Tensor
-    """[S, D] after the final norm, in the order of the batch."""
-    experts: list[Tensor]
-    """[S, k] one a MoE layer."""
-
-
 def load_policy(model: str, vocabulary: int, dtype: Precision, device: str) -> TreePolicy:
     """A prepared model: ``table-1``, a directory, or the small one of a model type.
 
@@ -96,7 +88,7 @@ def measure_replay(
     batch: TrajectoryBatch,
     *,
     capacity: int,
-    pinned: bool,
+    experts: Sequence[Tensor] | None = None,
     progress: Progress,
 ) -> ReplayReport:
     """Run the four executions and compare every position's distribution.
@@ -105,23 +97,20 @@ def measure_replay(
         policy: the prepared model, on any device.
         batch: the trajectories.
         capacity: T of baseline A and of the compact executions.
-        pinned: give every execution the experts of baseline A, so that a token that changes its
-            experts under rounding does not drown the rest.
+        experts: of `reference_experts`, so that tokens that change their experts under rounding do
+            not drown the rest; where None, each execution chooses its own.
         progress: told what runs.
     """
-    if batch.raw_tokens == len(batch):
-        raise InputError("no trajectory has a second token: there is nothing that is predicted")
+    _check_predictions(batch)
     plans = plans_of(batch, capacity)
-    progress(REFERENCE)
-    reference = _execute(policy, batch, plans[REFERENCE], None)
-    experts = reference.experts if pinned else None
     hidden = {}
-    for name in (RERUN, REPLAY, NO_REPLAY):
-        progress(name)
-        hidden[name] = _execute(policy, batch, plans[name], experts).hidden
+    with pinned_to(policy, batch, experts) as use:
+        for name, plan in plans.items():
+            progress(name)
+            hidden[name], _ = _execute(policy, batch, plan, use)
     progress("comparing logits")
     depths = handoff_depths(batch, plans[REPLAY])
-    return _compare(policy, batch, reference.hidden, hidden, depths)
+    return _compare(policy, batch, hidden.pop(REFERENCE), hidden, depths)
 
 
 def plans_of(batch: TrajectoryBatch, capacity: int) -> dict[str, StepPlan]:
@@ -169,24 +158,71 @@ def _without_replay(plan: StepPlan) -> StepPlan:
 
 
 @torch.no_grad()
+def reference_experts(
+    policy: TreePolicy, batch: TrajectoryBatch, *, capacity: int, progress: Progress
+) -> list[Tensor]:
+    """Experts [S, k], one a MoE layer, that baseline A gives to the first copy of each prefix.
+
+    All copies of a prefix get the same ones, which no execution does by itself: copies in
+    microbatches of other sizes differ by rounding, and a near tie then goes to other experts.
+    """
+    _check_predictions(batch)
+    progress(f"routing of {REFERENCE}")
+    plan = plans_of(batch, capacity)[REFERENCE]
+    with pinned_to(policy, batch, None) as use:
+        _, chosen = _execute(policy, batch, plan, use)
+    first = first_copies(batch)
+    return [experts[first.to(experts.device)] for experts in chosen]
+
+
+def first_copies(batch: TrajectoryBatch) -> Tensor:
+    """[S] the first position, in some fixed order, that shares each position's whole prefix."""
+    forest = PrefixForest.build(batch)
+    copies = np.concatenate(forest.compact_map())
+    spans = [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in forest.members.tolist()]
+    positions = np.concatenate(spans)
+    _, first = np.unique(copies, return_index=True)
+    found = np.empty(batch.raw_tokens, np.int64)
+    found[positions] = positions[first[copies]]
+    return torch.from_numpy(found)
+
+
+@contextmanager
+def pinned_to(
+    policy: TreePolicy, batch: TrajectoryBatch, experts: Sequence[Tensor] | None
+) -> Iterator[Callable[[CompactLayout], None]]:
+    """`pinned_routing` to experts [S, k] of the positions of ``batch``; nothing where None."""
+    if experts is None:
+        yield lambda _: None
+        return
+
+    def choose(layout: CompactLayout) -> list[Tensor]:
+        at = _positions_of(layout, batch).to(experts[0].device)
+        rows = torch.from_numpy(layout.member_rows).to(experts[0].device)
+        return [_to_rows(e, at, rows, layout.rows) for e in experts]
+
+    with pinned_routing(policy, choose) as use:
+        yield use
+
+
+@torch.no_grad()
 def _execute(
-    policy: TreePolicy, batch: TrajectoryBatch, plan: StepPlan, experts: Sequence[Tensor] | None
-) -> _Execution:
+    policy: TreePolicy,
+    batch: TrajectoryBatch,
+    plan: StepPlan,
+    use: Callable[[CompactLayout], None],
+) -> tuple[Tensor, list[Tensor]]:
+    """Hidden states [S, D] after the final norm, in the order of the batch, and experts [S, k]."""
     device = policy.model.get_output_embeddings().weight.device
     hidden: Tensor | None = None
     chosen: list[Tensor] = []
     for microbatch in plan.microbatches:
         layout = build_layout(batch, microbatch.forest, microbatch.calls)
+        use(layout)
         at = _positions_of(layout, batch).to(device)
         rows = torch.from_numpy(layout.member_rows).to(device)
-        index = TreeIndex.from_layout(layout, device)
-        pin = (
-            nullcontext()
-            if experts is None
-            else pinned_routing(policy, [_to_rows(e, at, rows, layout.rows) for e in experts])
-        )
-        with pin, recorded_routing(policy) as found:
-            states = policy.hidden_states(index)
+        with recorded_routing(policy) as found:
+            states = policy.hidden_states(TreeIndex.from_layout(layout, device))
         if hidden is None:
             hidden = states.new_empty((batch.raw_tokens, states.shape[1]))
             chosen = [e.new_empty((batch.raw_tokens, e.shape[1])) for e in found]
@@ -194,7 +230,12 @@ def _execute(
         for whole, part in zip(chosen, found, strict=True):
             whole[at] = part[rows]
     assert hidden is not None
-    return _Execution(hidden=hidden, experts=chosen)
+    return hidden, chosen
+
+
+def _check_predictions(batch: TrajectoryBatch) -> None:
+    if batch.raw_tokens == len(batch):
+        raise InputError("no trajectory has a second token: there is nothing that is predicted")
 
 
 def _positions_of(layout: CompactLayout, batch: TrajectoryBatch) -> Tensor:
@@ -204,7 +245,7 @@ def _positions_of(layout: CompactLayout, batch: TrajectoryBatch) -> Tensor:
 
 
 def _to_rows(experts: Tensor, at: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Experts [S, k] of positions as experts of compact rows; any copy of a row will do."""
+    """Experts [S, k] of positions as experts of compact rows; copies of a row have the same."""
     of_rows = experts.new_zeros((count, experts.shape[1]))
     of_rows[:] = torch.arange(experts.shape[1], device=experts.device)
     of_rows[rows] = experts[at]

@@ -8,13 +8,13 @@ Shapes: P semantic log-prob positions.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harts.bench.replay import REFERENCE, REPLAY, RERUN, plans_of
+from harts.bench.replay import REFERENCE, REPLAY, RERUN, pinned_to, plans_of
 from harts.layout import build_layout
 from harts.models import TreePolicy
 from harts.objectives import GRPO, StepTargets, prepare_step
@@ -54,7 +54,12 @@ class StepReport:
 
 
 def compare_steps(
-    policy: TreePolicy, batch: TrajectoryBatch, *, capacity: int, progress: Progress
+    policy: TreePolicy,
+    batch: TrajectoryBatch,
+    *,
+    capacity: int,
+    experts: Sequence[Tensor] | None = None,
+    progress: Progress,
 ) -> StepReport:
     """Run GRPO steps both ways, with recomputation and without. Leaves the model in float32.
 
@@ -62,8 +67,17 @@ def compare_steps(
         policy: the prepared model, on any device.
         batch: the trajectories.
         capacity: T of baseline A and of the compact executions.
+        experts: of `reference_experts`, for all executions and the float32 run; each chooses its
+            own where None.
         progress: told what runs.
     """
+    with pinned_to(policy, batch, experts):
+        return _compare_steps(policy, batch, capacity, progress)
+
+
+def _compare_steps(
+    policy: TreePolicy, batch: TrajectoryBatch, capacity: int, progress: Progress
+) -> StepReport:
     plans = plans_of(batch, capacity)
     before = {}
     for name, plan in plans.items():

@@ -33,7 +33,7 @@ def fidelity(
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     pinned: Annotated[
-        bool, typer.Option("--pinned", help="Give every execution the reference's experts.")
+        bool, typer.Option("--pinned", help="Give every copy of a prefix the experts that one copy chose.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture here (PNG).")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
@@ -49,7 +49,12 @@ def fidelity(
     """
     from transformers.utils import logging
 
-    from harts.bench.replay import load_policy, measure_replay, save_plot
+    from harts.bench.replay import (
+        load_policy,
+        measure_replay,
+        reference_experts,
+        save_plot,
+    )
     from harts.bench.step_fidelity import compare_steps
     from harts.excerpts import bounded_excerpt, renumber_tokens
     from harts.synth import synthesize
@@ -64,10 +69,10 @@ def fidelity(
         batch = read_trajectories(data) if data else synthesize("tiny", 0)
         sample, vocabulary = renumber_tokens(bounded_excerpt(batch, tokens))
         policy = load_policy(model, vocabulary, dtype, device)
-        report = measure_replay(
-            policy, sample, capacity=capacity, pinned=pinned, progress=status.update
-        )
-        steps = compare_steps(policy, sample, capacity=capacity, progress=status.update)
+        settings: Any = {"capacity": capacity, "progress": status.update}
+        experts = reference_experts(policy, sample, **settings) if pinned else None
+        report = measure_replay(policy, sample, experts=experts, **settings)
+        steps = compare_steps(policy, sample, experts=experts, **settings)
     _show(console, report, f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens, {dtype}")
     _show_steps(console, steps)
     if plot is not None:

@@ -3,13 +3,14 @@
 Shapes: R physical rows · E experts · k experts a token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harts.layout import CompactLayout
 from harts.models.policy import TreePolicy
 
 
@@ -24,21 +25,33 @@ def router_weights(router: Any, logits: Tensor, selected: Tensor, score: str) ->
 
 
 @contextmanager
-def pinned_routing(policy: TreePolicy, chosen: Sequence[Tensor]) -> Iterator[None]:
-    """Use these experts [R, k], one tensor a MoE layer; their weights are the model's own."""
-    routers = policy.family.routers(policy.model)
+def pinned_routing(
+    policy: TreePolicy, choose: Callable[[CompactLayout], Sequence[Tensor]]
+) -> Iterator[Callable[[CompactLayout], None]]:
+    """Use the experts [R, k] that ``choose`` gives for each layout, one tensor a MoE layer.
 
-    def pin(selected: Tensor) -> Any:
+    Their weights are the model's own. What is yielded must be told each layout before the decoder
+    runs on it; calling the policy tells it.
+    """
+    current: list[Tensor] = []
+
+    def use(layout: CompactLayout) -> None:
+        current[:] = choose(layout)
+
+    def pin(layer: int) -> Any:
         def hook(router: Any, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            logits = output[0]
+            logits, selected = output[0], current[layer]
             weights = router_weights(router, logits, selected, policy.family.router_score)
             return logits, weights.to(output[1].dtype), selected
 
         return hook
 
-    hooks = [r.register_forward_hook(pin(c)) for r, c in zip(routers, chosen, strict=True)]
+    routers = policy.family.routers(policy.model)
+    # Before the policy's own hook, whose statistics are then of the experts that ran.
+    hooks = [r.register_forward_hook(pin(i), prepend=True) for i, r in enumerate(routers)]
+    hooks.append(policy.register_forward_pre_hook(lambda _, inputs: use(inputs[0])))
     try:
-        yield
+        yield use
     finally:
         for hook in hooks:
             hook.remove()

@@ -1,6 +1,7 @@
 """The replay ablation: its four executions are what they say, in float64 and in bfloat16."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ from harts.bench.replay import (
     REPLAY,
     RERUN,
     ReplayReport,
+    first_copies,
     handoff_depths,
     measure_replay,
+    reference_experts,
 )
 from harts.fidelity import float64_everywhere
 from harts.forest import PrefixForest
@@ -30,10 +33,10 @@ MOE = [t for t in MODEL_TYPES if family_named(t).router_class is not None]
 
 def measured(dtype: torch.dtype, *, pinned: bool = False) -> ReplayReport:
     torch.manual_seed(0)
-    model = family_named("bailing_hybrid").small_model(VOCABULARY).to(dtype)
-    return measure_replay(
-        prepare(model), hard_tree(VOCABULARY), capacity=700, pinned=pinned, progress=lambda _: None
-    )
+    policy = prepare(family_named("bailing_hybrid").small_model(VOCABULARY).to(dtype))
+    settings: Any = {"capacity": 700, "progress": lambda _: None}
+    experts = reference_experts(policy, hard_tree(VOCABULARY), **settings) if pinned else None
+    return measure_replay(policy, hard_tree(VOCABULARY), experts=experts, **settings)
 
 
 def test_in_float64_all_executions_agree_so_each_computes_the_model() -> None:
@@ -66,6 +69,12 @@ def test_handoff_depth_is_the_depth_of_the_segment() -> None:
     assert handoff_depths(batch, plan).tolist() == [0, 0, 1, 2, 0, 0, 1, 2, 0, 0, 1, 0]
 
 
+def test_the_first_copy_of_a_prefix_stands_for_all() -> None:
+    batch = batch_of([[1, 2, 3, 4], [1, 2, 9], [7], [1, 2, 3, 4]])
+    first = first_copies(batch).tolist()
+    assert first == [0, 1, 2, 3, 0, 1, 6, 7, 0, 1, 2, 3]
+
+
 def test_a_plan_without_replay_has_one_call_a_depth_and_replays_nothing() -> None:
     forest = PrefixForest.build(hard_tree(VOCABULARY))
     segments = (forest.segment_parent, forest.segment_start, forest.segment_end)
@@ -86,12 +95,18 @@ def test_pinning_the_experts_that_were_chosen_changes_nothing(model_type: str) -
     index = TreeIndex.from_layout(layout)
     with recorded_routing(policy) as chosen:
         free = policy.hidden_states(index)
-    with torch.no_grad(), pinned_routing(policy, chosen):
-        pinned = policy.hidden_states(index)
-        torch.testing.assert_close(pinned, free)
+    with torch.no_grad(), pinned_routing(policy, lambda _: chosen) as use:
+        use(layout)
+        torch.testing.assert_close(policy.hidden_states(index), free)
     others = [(c + 1) % 8 for c in chosen]
-    with torch.no_grad(), pinned_routing(policy, others):
+    with torch.no_grad(), pinned_routing(policy, lambda _: others):
+        counts = [statistics.counts for statistics in policy(layout).router]
         assert not torch.allclose(policy.hidden_states(index), free, atol=1e-3)
+    weight = torch.from_numpy(layout.multiplicity).double()
+    for found, pinned in zip(counts, others, strict=True):
+        expected = torch.zeros(8, dtype=torch.float64)
+        expected.index_add_(0, pinned.flatten(), weight.repeat_interleave(pinned.shape[1]))
+        torch.testing.assert_close(found.double(), expected)
 
 
 @pytest.mark.parametrize("model_type", MOE)

@@ -3,10 +3,11 @@
     python benchmarks/loss_curves.py --data rollouts.parquet --json curves.json --plot curves.png
 
 The same weights, trees, objective and optimiser in every run; weights in bfloat16, AdamW on a
-float32 copy of them. Trees whose rewards are all equal have no policy gradient and are left out. Trajectory-wise training runs three
-times, packed to T, T/2 and 2T: where it repeats bit for bit, other shapes of matrix products and
-another order of addition stand for reruns. Compact training passes when it lies no further from
-the mean of the three than the farthest of them lies from the mean of the other two.
+float32 copy of them. Trees whose rewards are all equal have no policy gradient and are left out.
+Trajectory-wise training runs three times, packed to T, T/2 and 2T: where it repeats bit for bit,
+other shapes of matrix products and another order of addition stand for reruns. Compact training
+passes when it lies no further from the mean of the three than the farthest of them lies from the
+mean of the other two.
 """
 
 import dataclasses

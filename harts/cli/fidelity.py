@@ -33,7 +33,10 @@ def fidelity(
     ),
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     pinned: Annotated[
-        bool, typer.Option("--pinned", help="Give every copy of a prefix the experts that one copy chose.")
+        bool,
+        typer.Option(
+            "--pinned", help="Give every copy of a prefix the experts that one copy chose."
+        ),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Write the picture here (PNG).")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,

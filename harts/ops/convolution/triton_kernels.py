@@ -165,13 +165,17 @@ def _taps(weight, bias, at, inside, width: tl.constexpr, has_bias: tl.constexpr)
 
 @triton.jit
 def _convolve(x0, xs, w, width: tl.constexpr, has_bias: tl.constexpr):
-    y = x0 * w[0] + xs[0] * w[1]
+    """The plain convolution of one row.
+
+    Every product is fused with its sum by name. Left to the compiler, rows far from forks and rows
+    near them rounded differently, and a shared row differed from the same row of a trajectory.
+    """
+    y = tl.fma(x0, w[0], w[4]) if has_bias else x0 * w[0]
+    y = tl.fma(xs[0], w[1], y)
     if width > 2:
-        y += xs[1] * w[2]
+        y = tl.fma(xs[1], w[2], y)
     if width > 3:
-        y += xs[2] * w[3]
-    if has_bias:
-        y += w[4]
+        y = tl.fma(xs[2], w[3], y)
     return y
 
 

@@ -105,3 +105,30 @@ def test_other_widths_run_the_plain_form():
     x = torch.zeros(2, 3, device="cuda")
     assert "width is 5" in why_not_fused(x, torch.zeros(3, 5, device="cuda"))
     check(small_tree("nested forks").index, 3, 5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_shared_row_is_the_row_of_each_trajectory_bit_for_bit(dtype, biased):
+    batch = random_batch(np.random.default_rng(1), trajectories=40, max_length=200)
+    channels = 300
+    outputs = []
+    for share in (True, False):
+        layout = lay_out(batch, share=share)[2]
+        drawn = torch.randn(int(batch.tokens.max()) + 1, 200, channels, generator=seeded(0))
+        # A row is a function of its token and position, so copies of a prefix have equal rows.
+        x = (0.02 * drawn[layout.tokens, layout.positions % 200]).to(dtype).cuda()
+        weight, bias = (torch.randn(channels, n, generator=seeded(1)).to(dtype) for n in (4, 1))
+        out = tree_causal_convolution(
+            x,
+            weight.cuda(),
+            bias[:, 0].cuda() if biased else None,
+            index=TreeIndex.from_layout(layout, "cuda"),
+            activation="silu",
+        )
+        outputs.append(out[torch.from_numpy(layout.member_rows).cuda()])
+    assert torch.equal(*outputs)
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)

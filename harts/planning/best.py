@@ -82,7 +82,14 @@ def plan_groups(
 
 
 def _best(work: IntervalWork, trie: PrefixTrie, replicas: int, capacity: int) -> Grouping:
-    """Least J of all planners, of their refinements, and of every partition where N is small."""
+    """Least J of all planners, of their refinements, and of every partition where N is small.
+
+    With one replica J is the work alone, and no plan has less than one microbatch of everything:
+    where that fits, nothing is searched.
+    """
+    everything = [np.arange(len(work))]
+    if replicas == 1 and int(compact_works(work, everything)[0]) <= capacity:
+        return _scheduled(work, everything, replicas, level_schedule)
     if len(work) <= EXACT_LIMIT:
         groups = exact_groups(work, replicas, capacity)
         return _scheduled(work, groups, replicas, level_schedule)

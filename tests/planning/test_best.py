@@ -127,6 +127,23 @@ def test_no_planner_beats_the_best_and_every_plan_is_valid(most, few, monkeypatc
     assert optimal >= 0.97 * known
 
 
+def test_a_step_that_fits_one_microbatch_is_not_searched(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(best, "_candidates", refuse)
+    monkeypatch.setattr(best, "exact_groups", refuse)
+    paths = [[1, 2, 3 + i % 7, i] for i in range(40)] + [[90 + i] for i in range(9)]
+    work = work_of(sorted(paths))
+    whole = len({tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)})
+    plan = plan_groups(work, 1, whole, "best")
+    assert [group.tolist() for group in plan.groups] == [list(range(49))]
+    assert tuple(plan.objective) == (whole, whole, whole)
+    for replicas, capacity in ((1, whole - 1), (2, whole)):
+        with pytest.raises(AssertionError, match="searched"):
+            plan_groups(work, replicas, capacity, "best")
+
+
 def large_step():
     """More trajectories than any limit of the planners, and the paper's plan is the lightest."""
     rng = np.random.default_rng(358)

@@ -15,6 +15,7 @@ from harts.files import check_writable, replace_text
 if TYPE_CHECKING:
     from harts.bench.replay import ReplayReport
     from harts.bench.step_fidelity import StepReport
+    from harts.trajectories import TrajectoryBatch
 
 
 def fidelity(
@@ -52,16 +53,9 @@ def fidelity(
     """
     from transformers.utils import logging
 
-    from harts.bench.replay import (
-        load_policy,
-        measure_replay,
-        reference_experts,
-        save_plot,
-    )
+    from harts.bench import replay
     from harts.bench.step_fidelity import compare_steps
     from harts.excerpts import bounded_excerpt, renumber_tokens
-    from harts.synth import synthesize
-    from harts.trajectories import read_trajectories
 
     logging.set_verbosity_error()
     for path, what in ((plot, "the picture"), (json, "the figures")):
@@ -69,21 +63,31 @@ def fidelity(
             check_writable(path, what)
     console = Console()
     with console.status("loading") as status:
-        batch = read_trajectories(data) if data else synthesize("tiny", 0)
-        sample, vocabulary = renumber_tokens(bounded_excerpt(batch, tokens))
-        policy = load_policy(model, vocabulary, dtype, device)
+        sample, vocabulary = renumber_tokens(bounded_excerpt(_batch(data), tokens))
+        policy = replay.load_policy(model, vocabulary, dtype, device)
         settings: Any = {"capacity": capacity, "progress": status.update}
-        experts = reference_experts(policy, sample, **settings) if pinned else None
-        report = measure_replay(policy, sample, experts=experts, **settings)
+        experts = replay.reference_experts(policy, sample, **settings) if pinned else None
+        report = replay.measure_replay(policy, sample, experts=experts, **settings)
         steps = compare_steps(policy, sample, experts=experts, **settings)
     _show(console, report, f"{len(sample)} trajectories, {sample.raw_tokens:,} tokens, {dtype}")
     _show_steps(console, steps)
     if plot is not None:
-        save_plot(report, plot)
+        replay.save_plot(report, plot)
     if json is not None:
         sizes = {"tokens": sample.raw_tokens, "dtype": dtype, "pinned": pinned}
-        figures = {**sizes, **_environment(), **asdict(report), **asdict(steps)}
-        replace_text(json, json_format.dumps(figures, indent=1) + "\n", "the figures")
+        _write(json, sizes | asdict(report) | asdict(steps))
+
+
+def _batch(data: Path | None) -> "TrajectoryBatch":
+    from harts.synth import synthesize
+    from harts.trajectories import read_trajectories
+
+    return read_trajectories(data) if data else synthesize("tiny", 0)
+
+
+def _write(path: Path, figures: dict[str, Any]) -> None:
+    text = json_format.dumps(_environment() | figures, indent=1)
+    replace_text(path, text + "\n", "the figures")
 
 
 def _environment() -> dict[str, Any]:

@@ -7,7 +7,7 @@ virtual stages, or fusion of projections were when they were written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor, nn
 
 from harts.errors import InputError
+from harts.megatron.boxes import Boxes, boxes_of
 from harts.megatron.holdings import Holdings, OwnPart, Region
 
 _METADATA = {
@@ -134,57 +135,52 @@ def _factory(parts: Sequence[OwnPart], holdings: Holdings) -> ShardedTensorFacto
     """Makes of a parameter, or of an optimiser state of its shape, the regions of whole tensors."""
     tensor, key = parts[0].piece.tensor, parts[0].piece.name
 
+    shapes = holdings.shapes
+    cuts = [boxes_of(part.region, tuple(shapes[part.piece.name])) for part in parts]
+
     def build(full_key: str, data: Tensor, *_: Any) -> list[ShardedTensor]:
         prefix = full_key.removesuffix(key)
-        return [_shard(prefix, part, data, holdings) for part in parts]
+        return [
+            shard
+            for part, cut in zip(parts, cuts, strict=True)
+            for shard in _shards(prefix, part, cut, data, holdings)
+        ]
 
     def merge(loaded: Sequence[Tensor]) -> Tensor:
         # What no piece covers pads the vocabulary.
         whole = torch.zeros(tensor.shape, dtype=loaded[0].dtype, device=loaded[0].device)
-        for part, values in zip(parts, loaded, strict=True):
-            _outermost_first(part.piece.local(whole), part.region).copy_(values)
+        values = iter(loaded)
+        for part, cut in zip(parts, cuts, strict=True):
+            folded = whole.new_empty(cut.folded)
+            for box in cut.boxes:
+                target = folded[box.place]
+                target.copy_(next(values).view(target.shape))
+            local = _outermost_first(part.piece.local(whole), part.region)
+            local.copy_(folded.view(local.shape))
         return whole
 
     return ShardedTensorFactory(key=key, data=tensor, build_fn=build, merge_fn=merge)
 
 
-def _shard(prefix: str, part: OwnPart, data: Tensor, holdings: Holdings) -> ShardedTensor:
-    name, region = part.piece.name, part.region
-    shape, offset = _box(region, holdings.shapes[name].numel())
-    local = _outermost_first(part.piece.local(data), region).contiguous()
-    rank = dist.get_rank()
-    return ShardedTensor(
-        key=f"{prefix}{name}",
-        data=local,
-        dtype=local.dtype,
-        local_shape=tuple(local.shape),
-        global_shape=shape,
-        global_offset=offset,
-        # Shares need not be equal: the last rank of a vocabulary may hold less.
-        axis_fragmentations=None,
-        replica_id=0 if holdings.holders[name][region] == rank else 1 + rank,
-    )
-
-
-def _order(region: Region) -> list[int]:
-    """Dimensions from the outermost of the whole tensor to the innermost."""
-    return sorted(range(len(region.shape)), key=lambda dim: -region.strides[dim])
+def _shards(
+    prefix: str, part: OwnPart, cut: Boxes, data: Tensor, holdings: Holdings
+) -> Iterator[ShardedTensor]:
+    name, region, rank = part.piece.name, part.region, dist.get_rank()
+    folded = _outermost_first(part.piece.local(data), region).reshape(cut.folded)
+    for box in cut.boxes:
+        yield ShardedTensor(
+            key=f"{prefix}{name}",
+            data=folded[box.place].reshape(box.shape).contiguous(),
+            dtype=data.dtype,
+            local_shape=box.shape,
+            global_shape=tuple(holdings.shapes[name]),
+            global_offset=box.offset,
+            # Shares need not be equal: the last rank of a vocabulary may hold less.
+            axis_fragmentations=None,
+            replica_id=0 if holdings.holders[name][region] == rank else 1 + rank,
+        )
 
 
 def _outermost_first(part: Tensor, region: Region) -> Tensor:
-    return part.permute(_order(region))
-
-
-def _box(region: Region, numbers: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the whole tensor as the region's strides cut it, and where the region starts.
-
-    A view of a contiguous tensor strides over whole blocks of it, so each stride over the next is
-    the length of a dimension.
-    """
-    strides = [region.strides[dim] for dim in _order(region)]
-    shape, offset, rest = [], [], region.offset
-    for outer, stride in zip([numbers, *strides], strides, strict=False):
-        shape.append(outer // stride)
-        offset.append(rest // stride)
-        rest %= stride
-    return tuple(shape), tuple(offset)
+    """The part with the dims of the region from the outermost of the whole to the innermost."""
+    return part.permute(sorted(range(len(region.shape)), key=lambda dim: -region.strides[dim]))

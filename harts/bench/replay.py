@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -179,8 +180,7 @@ def first_copies(batch: TrajectoryBatch) -> Tensor:
     """[S] the first position, in some fixed order, that shares each position's whole prefix."""
     forest = PrefixForest.build(batch)
     copies = np.concatenate(forest.compact_map())
-    spans = [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in forest.members.tolist()]
-    positions = np.concatenate(spans)
+    positions = _positions(batch, forest.members)
     _, first = np.unique(copies, return_index=True)
     found = np.empty(batch.raw_tokens, np.int64)
     found[positions] = positions[first[copies]]
@@ -191,13 +191,13 @@ def first_copies(batch: TrajectoryBatch) -> Tensor:
 def pinned_to(
     policy: TreePolicy, batch: TrajectoryBatch, experts: Sequence[Tensor] | None
 ) -> Iterator[Callable[[CompactLayout], None]]:
-    """`pinned_routing` to experts [S, k] of the positions of ``batch``; nothing where None."""
-    if experts is None:
+    """`pinned_routing` to experts [S, k] of the positions of ``batch``; nothing where none."""
+    if not experts:
         yield lambda _: None
         return
 
     def choose(layout: CompactLayout) -> list[Tensor]:
-        at = _positions_of(layout, batch).to(experts[0].device)
+        at = torch.from_numpy(_positions(batch, layout.members)).to(experts[0].device)
         rows = torch.from_numpy(layout.member_rows).to(experts[0].device)
         return [_to_rows(e, at, rows, layout.rows) for e in experts]
 
@@ -219,7 +219,7 @@ def _execute(
     for microbatch in plan.microbatches:
         layout = build_layout(batch, microbatch.forest, microbatch.calls)
         use(layout)
-        at = _positions_of(layout, batch).to(device)
+        at = torch.from_numpy(_positions(batch, layout.members)).to(device)
         rows = torch.from_numpy(layout.member_rows).to(device)
         with recorded_routing(policy) as found:
             states = policy.hidden_states(TreeIndex.from_layout(layout, device))
@@ -238,10 +238,10 @@ def _check_predictions(batch: TrajectoryBatch) -> None:
         raise InputError("no trajectory has a second token: there is nothing that is predicted")
 
 
-def _positions_of(layout: CompactLayout, batch: TrajectoryBatch) -> Tensor:
-    """Place in the batch of each entry of ``layout.member_rows``."""
-    spans = [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in layout.members.tolist()]
-    return torch.from_numpy(np.concatenate(spans))
+def _positions(batch: TrajectoryBatch, members: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places in the batch of all tokens of its trajectories ``members``, one after the other."""
+    spans = [np.arange(batch.offsets[i], batch.offsets[i + 1]) for i in members.tolist()]
+    return np.concatenate(spans)
 
 
 def _to_rows(experts: Tensor, at: Tensor, rows: Tensor, count: int) -> Tensor:

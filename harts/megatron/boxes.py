@@ -11,6 +11,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from harts.megatron.holdings import Region
 
 
@@ -29,7 +31,7 @@ class Boxes:
     """A part, and the boxes that it consists of."""
 
     folded: tuple[int, ...]
-    """Shape of the part, outermost dim of the whole first, each dim within one of the whole's."""
+    """Shape of the part `outermost_first`, each dim within one of the whole's."""
     boxes: tuple[Box, ...]
 
 
@@ -72,6 +74,11 @@ def boxes_of(region: Region, whole: tuple[int, ...]) -> Boxes:
             where[place] = number
         found.append(Box(offset=tuple(offset), shape=tuple(shape), place=tuple(where)))
     return Boxes(folded=tuple(s.count for s in steps), boxes=tuple(found))
+
+
+def outermost_first(part: Tensor, region: Region) -> Tensor:
+    """A part with the dims of its region from the outermost of the whole to the innermost."""
+    return part.permute(sorted(range(len(region.shape)), key=lambda dim: -region.strides[dim]))
 
 
 def _along_dims(stride: int, count: int, whole: tuple[int, ...], sizes: list[int]) -> list[_Steps]:

@@ -22,8 +22,8 @@ from megatron.core.dist_checkpointing.mapping import (
 from torch import Tensor, nn
 
 from harts.errors import InputError
-from harts.megatron.boxes import Boxes, boxes_of
-from harts.megatron.holdings import Holdings, OwnPart, Region
+from harts.megatron.boxes import Boxes, boxes_of, outermost_first
+from harts.megatron.holdings import Holdings, OwnPart
 
 _METADATA = {
     # The one form that can be read back under other tensor- and pipeline-parallel sizes.
@@ -135,8 +135,7 @@ def _factory(parts: Sequence[OwnPart], holdings: Holdings) -> ShardedTensorFacto
     """Makes of a parameter, or of an optimiser state of its shape, the regions of whole tensors."""
     tensor, key = parts[0].piece.tensor, parts[0].piece.name
 
-    shapes = holdings.shapes
-    cuts = [boxes_of(part.region, tuple(shapes[part.piece.name])) for part in parts]
+    cuts = [boxes_of(part.region, tuple(holdings.shapes[part.piece.name])) for part in parts]
 
     def build(full_key: str, data: Tensor, *_: Any) -> list[ShardedTensor]:
         prefix = full_key.removesuffix(key)
@@ -155,7 +154,7 @@ def _factory(parts: Sequence[OwnPart], holdings: Holdings) -> ShardedTensorFacto
             for box in cut.boxes:
                 target = folded[box.place]
                 target.copy_(next(values).view(target.shape))
-            local = _outermost_first(part.piece.local(whole), part.region)
+            local = outermost_first(part.piece.local(whole), part.region)
             local.copy_(folded.view(local.shape))
         return whole
 
@@ -166,7 +165,7 @@ def _shards(
     prefix: str, part: OwnPart, cut: Boxes, data: Tensor, holdings: Holdings
 ) -> Iterator[ShardedTensor]:
     name, region, rank = part.piece.name, part.region, dist.get_rank()
-    folded = _outermost_first(part.piece.local(data), region).reshape(cut.folded)
+    folded = outermost_first(part.piece.local(data), region).reshape(cut.folded)
     for box in cut.boxes:
         yield ShardedTensor(
             key=f"{prefix}{name}",
@@ -179,8 +178,3 @@ def _shards(
             axis_fragmentations=None,
             replica_id=0 if holdings.holders[name][region] == rank else 1 + rank,
         )
-
-
-def _outermost_first(part: Tensor, region: Region) -> Tensor:
-    """The part with the dims of the region from the outermost of the whole to the innermost."""
-    return part.permute(sorted(range(len(region.shape)), key=lambda dim: -region.strides[dim]))

@@ -1,10 +1,20 @@
 """``harts fidelity``, whole steps: near where they should be, and far where states are wrong."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from harts.bench import step_fidelity
-from harts.bench.replay import NO_REPLAY, REFERENCE, REPLAY, RERUN, plans_of
+from harts.bench.replay import (
+    NO_REPLAY,
+    REFERENCE,
+    REPLAY,
+    RERUN,
+    measure_replay,
+    plans_of,
+    reference_experts,
+)
 from harts.bench.step_fidelity import StepReport, compare_steps
 from harts.bench.step_fidelity import _Step as Gradients
 from harts.models import prepare
@@ -33,6 +43,33 @@ def test_in_float32_a_compact_step_is_the_trajectory_wise_one() -> None:
         assert step.off_policy_loss < 1e-6
         assert step.gradient < 1e-4
         assert step.gradient_cosine == pytest.approx(1, abs=1e-7)
+
+
+def test_whole_steps_run_with_the_experts_they_are_given() -> None:
+    """In forward, in recomputation, and in the float32 run."""
+    torch.manual_seed(0)
+    policy = prepare(family_named("bailing_hybrid").small_model(VOCABULARY).bfloat16())
+    batch = hard_tree(VOCABULARY)
+    seen: list[torch.Tensor] = []
+    routers = policy.family.routers(policy.model)
+    for router in routers:
+        router.register_forward_hook(lambda _, __, output: seen.append(output[2]))
+    same = torch.arange(policy.top_k).expand(batch.raw_tokens, -1)
+    experts = [same for _ in routers]
+    compare_steps(policy, batch, capacity=700, experts=experts, progress=lambda _: None)
+    assert len(seen) > 20
+    for selected in seen:
+        assert torch.equal(selected, same[:1].expand_as(selected))
+
+
+def test_a_dense_model_has_no_experts_to_give() -> None:
+    policy = prepare(family_named("qwen3").small_model(VOCABULARY))
+    settings: Any = {"capacity": 700, "progress": lambda _: None}
+    batch = hard_tree(VOCABULARY)
+    experts = reference_experts(policy, batch, **settings)
+    assert experts == []
+    report = measure_replay(policy, batch, experts=experts, **settings)
+    assert all(row.nll_difference[REPLAY] < 1e-4 for row in report.depths)
 
 
 def test_differences_are_of_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

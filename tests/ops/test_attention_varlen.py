@@ -16,6 +16,7 @@ from harts.ops.attention.varlen import attend_tree_varlen, estimate_varlen
 from harts.ops.tree_index import TreeIndex
 from tests.forests import lay_out, random_batch
 
+from .gpu.small_cases import branching_index
 from .small_trees import TREES, relative_error, small_tree, with_pack_neighbours
 from .test_attention import HEADS, cotangent, inputs, long_tree, oracle
 
@@ -255,3 +256,11 @@ def test_another_version_of_flash_attn_4_is_refused(monkeypatch):
     monkeypatch.setattr(flash4, "version", lambda _: "4.0.0")
     assert "must be 4.0.0b" in flash4.why_not_installed()
     flash4.why_not_installed.cache_clear()
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_the_memory_checker_s_tree_reaches_every_row_kernel(kv_heads):
+    plan = plan_attention(branching_index("cpu"), 4, kv_heads, 10**6, 10**6, TORCH.speeds)
+    assert plan.views
+    assert plan.shared, "nothing is merged"
+    assert plan.slots, "no sum is carried from one call to the next"

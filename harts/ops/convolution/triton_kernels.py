@@ -165,11 +165,7 @@ def _taps(weight, bias, at, inside, width: tl.constexpr, has_bias: tl.constexpr)
 
 @triton.jit
 def _convolve(x0, xs, w, width: tl.constexpr, has_bias: tl.constexpr):
-    """The plain convolution of one row.
-
-    Every product is fused with its sum by name. Left to the compiler, rows far from forks and rows
-    near them rounded differently, and a shared row differed from the same row of a trajectory.
-    """
+    # Fused by name: the compiler rounded rows near forks and far from them differently.
     y = tl.fma(x0, w[0], w[4]) if has_bias else x0 * w[0]
     y = tl.fma(xs[0], w[1], y)
     if width > 2:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harts.bench.gpu_trees import index_of
+from harts.bench.gpu_trees import comb, index_of
 from harts.bench.ops_delta_rule import rollout_tree
 from harts.ops.attention import tree_attention
 from harts.ops.convolution import tree_causal_convolution
@@ -23,6 +23,11 @@ from harts.ops.tree_index import TreeIndex
 def small_index() -> TreeIndex:
     """Several rounds, forks inside chunks, rows of padding."""
     return index_of(rollout_tree(rows=700, leaves=7), "cuda")
+
+
+def branching_index(device: str) -> TreeIndex:
+    """Short branches on a trunk, which attention reads as a shared run and merges."""
+    return index_of(comb(300, 40, 5), device)
 
 
 def both_ways(run: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
@@ -104,14 +109,14 @@ def attention() -> None:
     racecheck takes the barriers of flash-attn-4's own pipelines for races; PyTorch's
     FlashAttention it knows.
     """
-    index = small_index()
-    for heads, key_value_heads, key_dim, value_dim in ((4, 4, 192, 128), (4, 2, 64, 64)):
-        both_ways(
-            lambda *x: tree_attention(*x, index=index, backend="varlen"),
-            (index.rows, heads, key_dim),
-            (index.rows, key_value_heads, key_dim),
-            (index.rows, key_value_heads, value_dim),
-        )
+    for index in (small_index(), branching_index("cuda")):
+        for heads, key_value_heads, key_dim, value_dim in ((4, 4, 192, 128), (4, 2, 64, 64)):
+            both_ways(
+                partial(tree_attention, index=index, backend="varlen"),
+                (index.rows, heads, key_dim),
+                (index.rows, key_value_heads, key_dim),
+                (index.rows, key_value_heads, value_dim),
+            )
 
 
 CASES = {

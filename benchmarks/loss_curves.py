@@ -53,7 +53,7 @@ def policy_of(config: ModelConfig, device: str) -> TreePolicy:
     """The same weights every time."""
     with torch.device(device):
         policy = prepare(build_model(config))
-    policy.set_recomputation(True)
+    policy.set_recomputation("selective")
     return policy
 
 

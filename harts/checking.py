@@ -27,7 +27,7 @@ from harts.fidelity import (
     run_alone,
 )
 from harts.forest import PrefixForest
-from harts.models import TreePolicy, prepare, update_expert_bias
+from harts.models import Recomputation, TreePolicy, prepare, update_expert_bias
 from harts.models.families import ModelFamily, family_named, family_of
 from harts.objectives import (
     GRPO,
@@ -45,6 +45,7 @@ from harts.trajectories import TrajectoryBatch
 Progress = Callable[[str], None]
 
 # Large enough that a wrong router statistic shows in every gradient.
+KINDS_CHECKED: tuple[Recomputation, ...] = ("none", "selective")
 ROUTER_LOSSES = RouterLosses(z_coefficient=1e-2, load_balancing_coefficient=1e-1)
 
 
@@ -153,7 +154,7 @@ def check_optimiser_steps(
             _Side(pair.alone, lambda: pair.run_alone(sample, plan, targets, GRPO())),
             _Side(
                 pair.policy.model,
-                lambda: pair.run_compact(sample, plan, targets, GRPO(), recompute=True),
+                lambda: pair.run_compact(sample, plan, targets, GRPO(), recompute="selective"),
             ),
         ]
         worst = 0.0
@@ -242,9 +243,9 @@ class _Pair:
         targets: StepTargets,
         objective: PolicyObjective,
         *,
-        recompute: bool,
+        recompute: Recomputation,
     ) -> StepOutcome:
-        """The compact step, with or without full-layer activation recomputation."""
+        """The compact step, under a kind of recomputation."""
         self.policy.set_recomputation(recompute, scope=float64_everywhere)
         return run_step(self.policy, sample, plan, targets, objective, ROUTER_LOSSES)
 
@@ -255,14 +256,14 @@ class _Pair:
         sample: TrajectoryBatch,
         progress: Progress,
     ) -> Iterator[Comparison]:
-        """Every quantity of one step, once without and once with recomputation."""
+        """Every quantity of one step, without recomputation and with."""
         plan, targets = self.plan(sample), prepare_step(sample, objective)
         progress(f"{label}: each of {len(sample)} trajectories alone")
         self.alone.zero_grad()
         truth = self.run_alone(sample, plan, targets, objective)
         true_gradients = gradients(self.alone)
-        for recompute in (False, True):
-            name = f"{label}, recompute {'on' if recompute else 'off'}"
+        for recompute in KINDS_CHECKED:
+            name = f"{label}, recompute {recompute}"
             progress(f"{name}: compact")
             self.policy.zero_grad()
             compact = self.run_compact(sample, plan, targets, objective, recompute=recompute)

@@ -8,6 +8,7 @@ under 1% a token, so that a wrong state reaches every later token.
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from harts.fidelity import (
 )
 from harts.forest import PrefixForest
 from harts.layout import CompactLayout, RoundLayout, build_layout
-from harts.models import TreePolicy, prepare
+from harts.models import Recomputation, TreePolicy, prepare
 from harts.models.bailing_hybrid import FAMILY, small_model
 from harts.objectives import GRPO, PPO, PolicyObjective, StepTargets, prepare_step
 from harts.planning.calls import plan_calls
@@ -51,7 +52,7 @@ class Case:
     truth: StepOutcome
     true_gradients: dict[str, torch.Tensor]
 
-    def compact(self, *, recompute: bool = False) -> list[Comparison]:
+    def compact(self, *, recompute: Recomputation = "none") -> list[Comparison]:
         self.policy.zero_grad()
         self.policy.set_recomputation(recompute, scope=float64_everywhere)
         with float64_everywhere():
@@ -114,14 +115,16 @@ def test_the_hard_tree_is_as_hard_as_it_says() -> None:
     assert (forest.segment_lengths < 3).sum() >= 4
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_microbatch_equals_each_trajectory_alone(one_microbatch: Case, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", get_args(Recomputation))
+def test_one_microbatch_equals_each_trajectory_alone(
+    one_microbatch: Case, recompute: Recomputation
+) -> None:
     assert failures(one_microbatch.compact(recompute=recompute)) == []
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", get_args(Recomputation))
 def test_several_microbatches_equal_each_trajectory_alone(
-    several_microbatches: Case, recompute: bool
+    several_microbatches: Case, recompute: Recomputation
 ) -> None:
     assert len(several_microbatches.plan.microbatches) > 1
     assert failures(several_microbatches.compact(recompute=recompute)) == []

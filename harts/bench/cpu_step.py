@@ -84,7 +84,7 @@ def measure_step(
         model_type=MODEL_TYPE, config={**SMALL_MODEL, "vocab_size": vocabulary}, seed=0
     )
     policy = prepare(build_model(config))
-    policy.set_recomputation(True)
+    policy.set_recomputation("selective")
     capacity = max(16_384, int(sample.lengths.max()))
     step = ComparedStep(
         batch=sample,

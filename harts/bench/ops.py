@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from harts.bench.measure import Result
+from harts.bench.measure import Result, environment
 from harts.bench.packed_files import packed_file
 from harts.errors import InputError, UnsupportedError
 
@@ -70,6 +70,11 @@ def measure_parts(
 
 def _same(tokens: list[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
     return tokens
+
+
+def environment_of(device: str) -> dict[str, Any]:
+    """What ran: this machine for ``cpu``, its GPU else."""
+    return environment() if device == "cpu" else gpu_environment()
 
 
 def gpu_environment() -> dict[str, Any]:

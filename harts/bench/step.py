@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from harts.bench.cpu_step import SMALL_MODEL
 from harts.bench.kernel_parts import PARTS, part_times
 from harts.bench.measure import Result
 from harts.errors import InputError
-from harts.models import TreePolicy, prepare
+from harts.models import Recomputation, TreePolicy, prepare
 from harts.objectives import GRPO, StepTargets, prepare_step
 from harts.planning.step import StepPlan, plan_step
 from harts.training.model import ModelConfig, build_model, vocabulary_of
@@ -66,6 +66,14 @@ class StepBench:
     microbatches: int = 1
     """Compact microbatches of the measured step; the trajectories are those that they hold."""
     repeats: int = 3
+    recompute: Recomputation = "selective"
+    """Of both sides; see `TreePolicy.set_recomputation`."""
+
+    def __post_init__(self) -> None:
+        if self.recompute not in get_args(Recomputation):
+            raise InputError(
+                f"--recompute must be one of {get_args(Recomputation)}, got {self.recompute!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,7 +153,7 @@ def _policy(bench: StepBench) -> TreePolicy:
     policy = prepare(model)
     if bench.device != "cpu":
         policy.compile_layers()
-    policy.set_recomputation(True)
+    policy.set_recomputation(bench.recompute)
     return policy
 
 

@@ -86,13 +86,13 @@ def _compare_steps(
     progress(f"step, {REFERENCE}")
     on = dataclasses.replace(prepare_step(batch, GRPO()), old_logprobs=None)
     off = dataclasses.replace(on, old_logprobs=before[REFERENCE])
-    policy.set_recomputation(False)
+    policy.set_recomputation("none")
     reference = _Step.run(policy, batch, plans[REFERENCE], on, off)
     steps = []
     for name in (RERUN, REPLAY):
         for recompute in (False, True):
             progress(f"step, {name}, {'with' if recompute else 'without'} recomputation")
-            policy.set_recomputation(recompute)
+            policy.set_recomputation("full" if recompute else "none")
             found = _Step.run(policy, batch, plans[name], on, off)
             steps.append(_errors(name, recompute, found, reference))
             del found

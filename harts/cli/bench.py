@@ -1,12 +1,17 @@
 """``harts bench NAME``: gate on correctness, then measure; exit 1 past a bound."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from harts.cli.bench_planning import planning
 from harts.cli.bench_report import Data, Json, Repeats, check_json, check_names, finish
+
+if TYPE_CHECKING:
+    from harts.trajectories import TrajectoryBatch
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -88,6 +93,9 @@ def step(
         int, typer.Option(min=1, help="Compact microbatches of the measured step.")
     ] = 1,
     capacity: Annotated[int, typer.Option(min=1, help="Compact tokens of a microbatch.")] = 65_536,
+    recompute: Annotated[
+        str, typer.Option(help="What backward makes again: none, selective or full.")
+    ] = "selective",
 ) -> None:
     """Measure a whole model's step, compact against trajectory-wise, by parts of the model.
 
@@ -95,18 +103,15 @@ def step(
 
     Example: harts bench step --data rollouts.parquet --json figures.json
     """
-    from harts.bench.measure import commit, environment
-    from harts.bench.ops import gpu_environment
+    from harts.bench.measure import commit
+    from harts.bench.ops import environment_of
     from harts.bench.step import StepBench, measure_steps, model_named
     from harts.errors import PlanError
-    from harts.synth import synthesize
-    from harts.trajectories import read_trajectories
 
     check_json(json)
     check_names(data or ())
     with Console().status("starting") as status:
-        workloads = {f.stem: read_trajectories([f]) for f in data or ()}
-        workloads = workloads or {"table2-1": synthesize("table2-1", 0)}
+        workloads = _workloads(data or ())
         largest = max(int(batch.tokens.max()) for batch in workloads.values())
         chosen = StepBench(
             model=model_named(model, largest + 1, device),
@@ -114,24 +119,37 @@ def step(
             capacity=capacity,
             microbatches=microbatches,
             repeats=repeats,
+            recompute=recompute,  # type: ignore[arg-type]  # it refuses other names
         )
         try:
             results, measured = measure_steps(workloads, chosen, status.update)
         except PlanError as error:
             hint = "" if data else " The workload is table2-1; --data FILE gives another."
             raise PlanError(f"{error}{hint}") from error
-    options = {"model": model, "device": device, "microbatches": microbatches, "capacity": capacity}
+    options = {
+        "model": model,
+        "device": device,
+        "microbatches": microbatches,
+        "capacity": capacity,
+        "recompute": recompute,
+    }
     words = [f"--data {f.name}" for f in data or ()]
     words += [f"--{name} {value}" for name, value in options.items()]
     figures = {
         "command": " ".join(["harts bench step", *words, f"--repeats {repeats}"]),
-        "environment": {
-            "commit": commit(),
-            **(environment() if device == "cpu" else gpu_environment()),
-        },
+        "environment": {"commit": commit(), **environment_of(device)},
         "figures": measured,
     }
     finish(f"step: medians of {repeats}, side by side", results, figures, json)
+
+
+def _workloads(files: Sequence[Path]) -> "dict[str, TrajectoryBatch]":
+    """Every file, or a synthetic one where there are none."""
+    from harts.synth import synthesize
+    from harts.trajectories import read_trajectories
+
+    found = {f.stem: read_trajectories([f]) for f in files}
+    return found or {"table2-1": synthesize("table2-1", 0)}
 
 
 bench.command()(planning)

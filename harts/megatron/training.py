@@ -272,7 +272,7 @@ def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> tuple[Any, lis
         source,
         config.megatron,
         getattr(torch, config.model.dtype),
-        recompute=config.recompute,
+        recompute=config.recompute == "full",
         weights=weights,
         moe_router_bias_update_rate=config.router.expert_bias_rate,
     )

@@ -9,10 +9,10 @@ Shapes: R rows · E experts · G groups · k experts a row.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harts.ops.compilation import compiled, only_rows_vary
+from harts.ops.wide_product import wide_product
 
 
 def choose_experts(router: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +61,5 @@ class GroupRouter(nn.Module):
         if self.backend is None:
             library: tuple[Tensor, Tensor, Tensor] = super().forward(hidden)
             return library
-        rows = hidden.view(-1, self.hidden_dim).type(torch.float32)
-        logits = F.linear(rows, self.weight.type(torch.float32))
+        logits = wide_product(hidden.view(-1, self.hidden_dim), self.weight)
         return logits, *compiled(choose_experts, self.backend)(self, logits)

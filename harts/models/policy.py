@@ -6,13 +6,14 @@ Shapes: R physical rows · D model width · E experts · A vocabulary · P seman
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harts.errors import InputError, UnsupportedError
@@ -23,6 +24,7 @@ from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer
 from harts.ops.attention import tree_attention
 from harts.ops.compilation import only_rows_vary, uncompiled
+from harts.ops.kept_outputs import keep_outputs
 from harts.ops.logprobs import mapped_logprobs
 from harts.ops.router import (
     RouterStatistics,
@@ -32,6 +34,7 @@ from harts.ops.router import (
 )
 from harts.ops.tree_index import TreeIndex
 
+Recomputation = Literal["none", "selective", "full"]
 ATTENTION_NAME = "harts_tree"
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
 _COMPILED = ("RMSNorm", "MLP", "Attention")
@@ -118,18 +121,39 @@ class TreePolicy(nn.Module):
         update_expert_bias(self.model, self.family, counts, rate)
 
     def set_recomputation(
-        self, on: bool, *, scope: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self,
+        kind: Recomputation,
+        *,
+        scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Recompute every decoder layer in backward, from the same plan, or keep activations.
+        """Which activations backward makes again, from the same plan, to save memory.
+
+        - `none`: all are kept;
+        - `full`: every decoder layer keeps its input only;
+        - `selective`: it also keeps what its compiled operators cost most to make: the outputs of
+          attention, of the delta rule and of the routed experts. The last layer keeps everything,
+          since backward needs it before any other memory is taken.
 
         ``scope`` is entered around each recomputation: torch leaves function modes in backward,
         so one that was active in forward must be named here.
         """
-        self.model.activation_checkpointing_disable()
-        if on:
-            self.model.activation_checkpointing_enable(
-                {"use_reentrant": False, "context_fn": lambda: (nullcontext(), scope())}
+        if kind not in get_args(Recomputation):
+            raise InputError(
+                f"recomputation must be one of {get_args(Recomputation)}, got {kind!r}"
             )
+        self.model.activation_checkpointing_disable()
+        if kind == "none":
+            return
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            if kind == "full":
+                return nullcontext(), scope()
+            return keep_outputs(scope())
+
+        self.model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        if kind == "selective":
+            layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+            layers[-1].gradient_checkpointing = False
 
     def compile_layers(self, backend: str = "inductor") -> None:
         """Let ``torch.compile`` fuse what lies between matrix products and the tree's operators.

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from harts.ops.compilation import compiled, only_rows_vary
+from harts.ops.kept_outputs import kept
 
 _ALIGNMENT = 8
 """Numbers by which the grouped product of PyTorch wants widths divisible in bfloat16."""
@@ -74,8 +76,8 @@ def routed_experts(
         weights.reshape(-1, 1), order, slots.unsqueeze(1), None
     )
     hidden = _form(gated, backend)(grouped_product(sent, gate_up, ends), each)
-    out: Tensor = _Collect.apply(  # type: ignore[no-untyped-call]
-        grouped_product(hidden, down, ends), to_slots, to_rows, backend
+    out: Tensor = _ProductOfSlots.apply(  # type: ignore[no-untyped-call]
+        hidden, down, ends, to_slots, to_rows, backend
     )
     return out
 
@@ -89,12 +91,34 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     One call in bfloat16 on a GPU; one product after the other elsewhere.
     """
-    widths = weight.shape[1:]
-    if x.is_cuda and x.dtype == torch.bfloat16 and not any(n % _ALIGNMENT for n in widths):
+    if _one_call(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    parts = torch.split(x, counts)
+    parts = torch.split(x, _counts(ends))
     return torch.cat([F.linear(part, w) for part, w in zip(parts, weight, strict=True)])
+
+
+def _product_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `grouped_product`: of x [M, D] and weight [E, D_out, D], for grad [M, D_out]."""
+    if _one_call(x, weight):
+        return F.grouped_mm(grad, weight, offs=ends), F.grouped_mm(grad.t(), x, offs=ends)
+    counts = _counts(ends)
+    pairs = list(zip(torch.split(grad, counts), torch.split(x, counts), strict=True))
+    return (
+        torch.cat([g @ w for (g, _), w in zip(pairs, weight, strict=True)]),
+        torch.stack([g.t() @ part for g, part in pairs]),
+    )
+
+
+def _one_call(x: Tensor, weight: Tensor) -> bool:
+    aligned = not any(n % _ALIGNMENT for n in weight.shape[1:])
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+
+
+def _counts(ends: Tensor) -> list[int]:
+    counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return counts
 
 
 class _Spread(torch.autograd.Function):
@@ -114,17 +138,31 @@ class _Spread(torch.autograd.Function):
         return _form(sum_of_slots, ctx.backend)(grads[0], to_rows), None, None, None
 
 
-class _Collect(torch.autograd.Function):
-    """Sums each row's slots; the gradient of a slot is its row's."""
+class _ProductOfSlots(torch.autograd.Function):
+    """`grouped_product` of hidden [M, I] and down [E, D, I], then the sum of each row's slots.
+
+    One function, so that recomputation can leave both out.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, values: Tensor, to_slots: Tensor, to_rows: Tensor, backend: str | None
+        ctx: Any,
+        hidden: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        to_slots: Tensor,
+        to_rows: Tensor,
+        backend: str | None,
     ) -> Tensor:
-        ctx.save_for_backward(to_slots)
-        return _form(sum_of_slots, backend)(values, to_rows)
+        ctx.save_for_backward(hidden, down, ends, to_slots)
+        (out,) = kept(
+            lambda: (_form(sum_of_slots, backend)(grouped_product(hidden, down, ends), to_rows),)
+        )
+        return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (to_slots,) = ctx.saved_tensors
-        return grads[0].index_select(0, to_slots), None, None, None
+        hidden, down, ends, to_slots = ctx.saved_tensors
+        of_slots = grads[0].index_select(0, to_slots)
+        return (*_product_gradients(of_slots, hidden, down, ends), None, None, None, None)

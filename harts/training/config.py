@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harts.errors import HartsError, InputError
+from harts.models import Recomputation
 from harts.objectives import GRPO, PPO
 from harts.planning.step import Planner
 from harts.training.comparison import ComparisonConfig
@@ -92,8 +93,9 @@ class RunConfig:
     """Rollout trees that one step draws, with all of their trajectories."""
     seed: int = 0
     """Seed of the order of the trees, and of torch and NumPy."""
-    recompute: bool = False
-    """Recompute each layer's activations in backward, for less memory."""
+    recompute: Recomputation = "none"
+    """Activations that backward makes again, for less memory; see `TreePolicy.set_recomputation`.
+    Engine megatron: none or full."""
     checkpoint_every: int = 10
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = 2
@@ -109,6 +111,11 @@ class RunConfig:
         for name in ("steps", "trees_per_step", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.engine == "megatron" and self.recompute == "selective":
+            raise InputError(
+                "with engine: megatron expected recompute: none or full, got selective, which "
+                "engine: huggingface alone has"
+            )
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
 

@@ -89,5 +89,7 @@ def test_small_steps_are_measured_in_both_ways() -> None:
 def test_names_that_do_not_exist_are_refused() -> None:
     with pytest.raises(InputError, match="table-1 or small, got 'large'"):
         model_named("large", 10, "cpu")
+    with pytest.raises(InputError, match="must be one of"):
+        StepBench(model=model_named("small", 10, "cpu"), device="cpu", recompute="some")
     with pytest.raises(InputError, match="cpu or cuda, got 'tpu'"):
         model_named("small", 10, "tpu")

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from harts.fidelity import (
     gradients,
     run_alone,
 )
-from harts.models import prepare
+from harts.models import Recomputation, prepare
 from harts.models.families import MODEL_TYPES, family_named
 from harts.models.group_router import GroupRouter
 from harts.models.linear_attention import TreeLayer
@@ -53,7 +54,7 @@ def test_a_step_equals_each_trajectory_alone(model_type: str, name: str) -> None
         model = small(model_type).double().train()
         policy = prepare(copy.deepcopy(model))
         truth = run_alone(model, family, *step)
-        for recompute in (False, True):
+        for recompute in get_args(Recomputation):
             policy.zero_grad()
             policy.set_recomputation(recompute, scope=float64_everywhere)
             outcome = run_step(policy, *step)
@@ -112,7 +113,7 @@ def test_compiled_layers_give_the_same_step_and_share_compilations(model_type: s
     torch.compiler.reset()
     for compiled in (False, True):
         policy = prepare(small(model_type).train())
-        policy.set_recomputation(True)
+        policy.set_recomputation("selective")
         if compiled:
             torch._dynamo.utils.counters.clear()
             # Traces as inductor does, and runs without compiling C++.

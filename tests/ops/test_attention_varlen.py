@@ -1,10 +1,12 @@
 """Tree attention in packed calls, on the CPU in float64, and the choice of form."""
 
+import dataclasses
 import logging
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from harts.errors import UnsupportedError
 from harts.ops.attention import choose_backend, dispatch, flash4, pieces, tree_attention
@@ -13,6 +15,7 @@ from harts.ops.attention.mask import _block_mask, attend_tree_mask, sees, tree_m
 from harts.ops.attention.packed import TORCH
 from harts.ops.attention.pieces import TILE, Ancestors, plan_attention
 from harts.ops.attention.varlen import attend_tree_varlen, estimate_varlen
+from harts.ops.kept_outputs import keep_outputs
 from harts.ops.tree_index import TreeIndex
 from tests.forests import lay_out, random_batch
 
@@ -53,6 +56,31 @@ def test_rows_and_every_gradient_equal_one_trajectory_at_a_time(name, heads, wor
     for a, b in zip(got, torch.autograd.grad(want, leaves, g), strict=True):
         assert relative_error(a[:rows], b[:rows]) < 1e-12
         assert (a[rows:] == 0).all()
+
+
+def test_recomputation_does_not_attend_again():
+    tree = small_tree("nested forks")
+    leaves = inputs(tree, next(iter(HEADS)))
+    calls = []
+
+    def counted(*arguments):
+        calls.append(1)
+        return TORCH.attend(*arguments)
+
+    kernel = dataclasses.replace(TORCH, attend=counted)
+
+    def region(*rows):
+        return attend_tree_varlen(*rows, tree.index, 0.7, 10**9, kernel).sin()
+
+    out = region(*leaves)
+    alone = len(calls)
+    g = cotangent(tree, out)
+    want = torch.autograd.grad(out, leaves, g)
+    again = checkpoint(region, *leaves, use_reentrant=False, context_fn=keep_outputs)
+    assert len(calls) == 2 * alone
+    for a, b in zip(torch.autograd.grad(again, leaves, g), want, strict=True):
+        assert torch.equal(a, b)
+    assert len(calls) == 2 * alone
 
 
 @pytest.mark.usefixtures("mode")

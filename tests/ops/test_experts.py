@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from harts.ops import experts
 from harts.ops.experts import grouped_product, routed_experts
+from harts.ops.kept_outputs import keep_outputs
 
 D, INNER, E = 12, 5, 6
 
@@ -54,6 +57,29 @@ def test_experts_equal_the_plain_sum_with_every_gradient(
     torch.testing.assert_close(output, truth, rtol=0, atol=1e-12)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_recomputation_leaves_out_the_last_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = drawn(40, 6)
+    leaves = [x for x in arguments if x.requires_grad]
+    products: list[int] = []
+
+    def counted(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        products.append(weight.shape[1])
+        return grouped_product(x, weight, ends)
+
+    monkeypatch.setattr(experts, "grouped_product", counted)
+
+    def region(rows: Tensor) -> Tensor:
+        return routed_experts(rows, *arguments[1:]).sin()
+
+    want = torch.autograd.grad(region(arguments[0]).sum(), leaves)
+    products.clear()
+    out = checkpoint(region, arguments[0], use_reentrant=False, context_fn=keep_outputs)
+    found = torch.autograd.grad(out.sum(), leaves)
+    assert products == [2 * INNER, D, 2 * INNER]
+    for ours, theirs in zip(found, want, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_bfloat16_is_as_close_to_float64_as_the_plain_sum_is() -> None:

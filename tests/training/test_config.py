@@ -33,14 +33,14 @@ def test_overrides_reach_nested_keys_and_keep_their_types():
         [
             "optimizer.learning_rate=3e-4",
             "model.config.hidden_size=32",
-            "recompute=true",
+            "recompute=full",
             "steps=7",
         ],
     )
     assert loaded.optimizer.learning_rate == 3e-4
     assert loaded.model.config["hidden_size"] == 32
     assert loaded.model.config["num_experts"] == 8
-    assert loaded.recompute is True
+    assert loaded.recompute == "full"
     assert loaded.steps == 7
 
 
@@ -111,7 +111,8 @@ def test_each_objective_takes_its_own_options(tmp_path):
         ({"router__z_coefficient": -0.1}, ["router: z_coefficient", "at least 0"]),
         ({"steps": 2.5}, ["steps", "a whole number", "2.5"]),
         ({"trees_per_step": 0}, ["trees_per_step", "at least 1"]),
-        ({"recompute": "maybe"}, ["recompute", "true or false", "'maybe'"]),
+        ({"recompute": "maybe"}, ["recompute", "none, selective, full", "'maybe'"]),
+        ({"engine": "megatron", "recompute": "selective"}, ["selective", "none or full"]),
         ({"optimizer": 3}, ["optimizer", "a section", "3"]),
         ({"data": {}}, ["data: expected either files or a preset", "neither"]),
         ({"data": {"preset": "huge"}}, ["data: preset", "tiny", "'huge'"]),

@@ -63,7 +63,7 @@ def make_step(fillers: bool) -> tuple[TrajectoryBatch, StepPlan, TreePolicy]:
     torch.manual_seed(0)
     with float64_everywhere():
         policy = prepare(family_named("bailing_hybrid").small_model(VOCABULARY).double().train())
-    policy.set_recomputation(True, scope=float64_everywhere)
+    policy.set_recomputation("selective", scope=float64_everywhere)
     return batch, plan, policy
 
 

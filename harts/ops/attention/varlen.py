@@ -35,6 +35,7 @@ from harts.ops.attention.pieces import (
     plan_attention,
 )
 from harts.ops.index_cache import derived
+from harts.ops.kept_outputs import kept
 from harts.ops.tree_index import TreeIndex
 
 WORKSPACE_BYTES = 3 * 2**30
@@ -131,34 +132,7 @@ class _VarlenAttention(torch.autograd.Function):
         widths: tuple[int, int],
         scale: float,
     ) -> Tensor:
-        value_dim = v.shape[2]
-        wide, value_wide = widths
-        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        # Parts are merged in the wider dtype, and rounded once.
-        out = q.new_empty(*q.shape[:2], value_dim, dtype=exact if plan.shared else q.dtype)
-        out[compact_rows:] = 0
-        lse = q.new_empty(q.shape[1], len(q), dtype=exact)
-
-        def run(
-            at: slice | Tensor, packed: PackedKeys, into: Tensor | None = None
-        ) -> tuple[Tensor, Tensor]:
-            part, part_lse = kernel.attend(
-                _rows(q, at, wide),
-                _rows(k, packed.key_rows, wide),
-                _rows(v, packed.key_rows, value_wide),
-                packed,
-                scale,
-                into,
-            )
-            return part[..., :value_dim], part_lse
-
-        for view in plan.views:
-            into = _target(out[view.own], q.dtype, value_wide)
-            part, lse[:, view.own] = run(view.own, view.packed, into)
-            _settle(out[view.own], part)
-        for shared in plan.shared:
-            merge_rows(out, lse, *run(shared.query_rows, shared.packed), shared.queries)
-        out = out.to(q.dtype)
+        out, lse = kept(lambda: _attend(q, k, v, plan, compact_rows, kernel, widths, scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.compact_rows = plan, compact_rows
         ctx.kernel, ctx.widths, ctx.scale = kernel, widths, scale
@@ -209,6 +183,47 @@ class _VarlenAttention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, *(None,) * 5
 
 
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    compact_rows: int,
+    kernel: Kernel,
+    widths: tuple[int, int],
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [R, H, V] and log-sum-exp [H, R]."""
+    value_dim = v.shape[2]
+    wide, value_wide = widths
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # Parts are merged in the wider dtype, and rounded once.
+    out = q.new_empty(*q.shape[:2], value_dim, dtype=exact if plan.shared else q.dtype)
+    out[compact_rows:] = 0
+    lse = q.new_empty(q.shape[1], len(q), dtype=exact)
+
+    def run(
+        at: slice | Tensor, packed: PackedKeys, into: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        part, part_lse = kernel.attend(
+            _rows(q, at, wide),
+            _rows(k, packed.key_rows, wide),
+            _rows(v, packed.key_rows, value_wide),
+            packed,
+            scale,
+            into,
+        )
+        return part[..., :value_dim], part_lse
+
+    for view in plan.views:
+        into = _target(out[view.own], q.dtype, value_wide)
+        part, lse[:, view.own] = run(view.own, view.packed, into)
+        _settle(out[view.own], part)
+    for shared in plan.shared:
+        merge_rows(out, lse, *run(shared.query_rows, shared.packed), shared.queries)
+    return out.to(q.dtype), lse
+
+
 def _target(rows: Tensor, dtype: torch.dtype, width: int) -> Tensor | None:
     """Rows that a kernel can write its result to, if it is of this dtype and width."""
     return rows if rows.dtype == dtype and rows.shape[2] == width else None
@@ -224,5 +239,15 @@ def _rows(rows: Tensor, at: slice | Tensor, width: int) -> Tensor:
     """Some rows of [R, heads, dim], padded with zero columns to [n, heads, width]."""
     if not isinstance(at, slice):
         return gather_rows(rows, at, width)
-    missing = width - rows.shape[2]
-    return F.pad(rows[at], (0, missing)) if missing else rows[at].contiguous()
+    part, missing = rows[at], width - rows.shape[2]
+    if missing:
+        return F.pad(part, (0, missing))
+    return part if _in_place(part) else part.contiguous()
+
+
+def _in_place(rows: Tensor) -> bool:
+    """Whether kernels can read these rows where they lie, such as heads that lie before rows."""
+    row, head, column = rows.stride()
+    apart = row > 0 and head > 0 and column == 1
+    aligned = not any(n % _HEAD_MULTIPLE for n in (row, head, rows.storage_offset()))
+    return apart and aligned

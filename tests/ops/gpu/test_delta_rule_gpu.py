@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from harts.errors import UnsupportedError
 from harts.ops.delta_rule import chunk_delta_rule, tree_delta_rule
 from harts.ops.delta_rule.dispatch import _fla_version
+from harts.ops.kept_outputs import keep_outputs
 from harts.ops.tree_index import TreeIndex
 from tests.forests import lay_out, random_batch
 from tests.ops.test_delta_rule import Branch, HandMadeTree, build_tree
@@ -194,6 +196,22 @@ def check(tree: HandMadeTree, case: str, gate: str, backend: str) -> None:
         assert theirs < 0.02, f"{name}: {theirs:.2e} trajectory-wise"
     again = compact(columns, index, case, backend)
     assert all(torch.equal(got[name], again[name]) for name in NAMES)
+
+
+@MAIN
+def test_recomputation_takes_outputs_and_repeats_every_gradient(case):
+    index, _ = on_gpu(build_tree(PIECES, size=B, padding=5))
+    columns = make_rows(index.rows, case, "slow")
+    want = compact(columns, index, case, "split")
+
+    def rule(*x: Tensor) -> Tensor:
+        return tree_delta_rule(*x, index=index, backend="split", lowest_log_decay=CASES[case][-1])
+
+    def region(*x: Tensor) -> Tensor:
+        return checkpoint(rule, *x, use_reentrant=False, context_fn=keep_outputs)
+
+    got = run(region, columns, weights(columns[2].shape, index.compact_rows))
+    assert all(torch.equal(got[name], want[name]) for name in NAMES)
 
 
 @pytest.mark.parametrize("gate", list(GATES))

@@ -27,8 +27,10 @@ from harts.ops.delta_rule.gpu.parts import (
 )
 from harts.ops.delta_rule.gpu.row_plan import RowPlan
 from harts.ops.delta_rule.gpu.state_passes import fold, pass_state_gradients, pass_states
+from harts.ops.kept_outputs import kept
 
 Rule = KDA | GatedDeltaNet
+_STATE_BYTES, _OUTPUT_BYTES = 4, 2
 
 
 class ChunkedDeltaRule(torch.autograd.Function):
@@ -50,20 +52,19 @@ class ChunkedDeltaRule(torch.autograd.Function):
         plan: RowPlan,
         rule: Rule,
     ) -> tuple[Tensor, Tensor]:
-        """Run everything; keep the inputs, the bank and what `Prepared` holds."""
+        """Run everything; save the inputs, the bank and what `Prepared` holds."""
         query, key, value, log_decay, beta = (
             x.contiguous() for x in (query, key, value, log_decay, beta)
         )
         parts = make_parts(plan, Columns(query, key, value, beta, log_decay))
-        kept = rule.prepare(parts, buffer_rows(plan))
-        expanded = rule.expand(parts, kept, backward=False)
-        bank = _bank(plan, rule.sizes, initial, query)
-        values, states = pass_states(
-            plan.states, rule.sizes, expanded.key, expanded.w, expanded.u, kept.decay, bank
-        )
-        del expanded
-        output = _outputs(plan, rule, parts, kept, values, states)
-        ctx.save_for_backward(query, key, value, beta, bank, *kept)
+        prepared = rule.prepare(parts, buffer_rows(plan))
+
+        def outputs() -> tuple[Tensor, Tensor]:
+            bank = _bank(plan, rule.sizes, initial, query)
+            return _pass(plan, rule, parts, prepared, bank), bank
+
+        output, bank = kept(outputs) if _worth_keeping(plan, rule.sizes) else outputs()
+        ctx.save_for_backward(query, key, value, beta, bank, *prepared)
         ctx.plan, ctx.rule, ctx.decay_dtype = plan, rule, log_decay.dtype
         ctx.with_initial = initial is not None
         ctx.set_materialize_grads(False)
@@ -78,39 +79,44 @@ class ChunkedDeltaRule(torch.autograd.Function):
         query, key, value, beta, bank, *saved = ctx.saved_tensors
         plan: RowPlan = ctx.plan
         rule: Rule = ctx.rule
-        kept = Prepared(*saved)
+        prepared = Prepared(*saved)
         parts = make_parts(plan, Columns(query, key, value, beta, None))
         grad_rows = _output_gradient(plan, grad_output, value)
-        expanded = rule.expand(parts, kept, backward=True)
+        expanded = rule.expand(parts, prepared, backward=True)
         values, states = pass_states(
             plan.states,
             rule.sizes,
             expanded.key,
             expanded.w,
             expanded.u,
-            kept.decay,
+            prepared.decay,
             bank,
             again=True,
         )
-        local, grad_scores = rule.local_gradients(parts, kept, values, grad_rows)
+        local, grad_scores = rule.local_gradients(parts, prepared, values, grad_rows)
         passed, initial = pass_state_gradients(
             plan.states,
             rule.sizes,
             expanded.query,
             expanded.key,
             expanded.w,
-            kept.decay,
+            prepared.decay,
             grad_rows,
             local,
             None if grad_bank is None else grad_bank.contiguous(),
             rule.scale,
         )
         del expanded, local
-        gradients = rule.gradients(parts, kept, values, states, grad_rows, grad_scores, passed)
+        gradients = rule.gradients(parts, prepared, values, states, grad_rows, grad_scores, passed)
         del values, states, grad_scores, grad_rows, passed
         rows = [_to_rows(plan, x) for x in gradients]
         like = (query, key, value, bank.new_empty(0, dtype=ctx.decay_dtype), beta)
         return (*cast_all(rows, like), initial if ctx.with_initial else None, None, None)
+
+
+def _worth_keeping(plan: RowPlan, sizes: Sizes) -> bool:
+    """Whether the states of the bank take less room than the outputs of the rows."""
+    return plan.states.slots * sizes.key_dim * _STATE_BYTES <= plan.rows * _OUTPUT_BYTES
 
 
 def _bank(plan: RowPlan, sizes: Sizes, initial: Tensor | None, like: Tensor) -> Tensor:
@@ -121,17 +127,27 @@ def _bank(plan: RowPlan, sizes: Sizes, initial: Tensor | None, like: Tensor) -> 
     return bank
 
 
+def _pass(plan: RowPlan, rule: Rule, parts: list[Part], prepared: Prepared, bank: Tensor) -> Tensor:
+    """Output [R, G, V]; fills the bank beyond the initial states."""
+    expanded = rule.expand(parts, prepared, backward=False)
+    values, states = pass_states(
+        plan.states, rule.sizes, expanded.key, expanded.w, expanded.u, prepared.decay, bank
+    )
+    del expanded
+    return _outputs(plan, rule, parts, prepared, values, states)
+
+
 def _outputs(
-    plan: RowPlan, rule: Rule, parts: list[Part], kept: Prepared, values: Tensor, states: Tensor
+    plan: RowPlan, rule: Rule, parts: list[Part], prepared: Prepared, values: Tensor, states: Tensor
 ) -> Tensor:
     """Output [R, G, V]: written in place, and from copied chunks the rows that are own."""
     output = empty(values, plan.rows, *values.shape[1:])
     for part in parts:
         if part.rows.start == 0:
-            rule.output(part, kept, values, states, output)
+            rule.output(part, prepared, values, states, output)
         else:
             copies = empty(values, plan.copied_rows, *values.shape[1:])
-            rule.output(part, kept, values, states, copies)
+            rule.output(part, prepared, values, states, copies)
             own = copies.index_select(0, plan.copied.own)
             output.index_copy_(0, plan.copied.own_targets, own)
     output[plan.used_rows :].zero_()

@@ -1,0 +1,33 @@
+"""The router's product in parts on matrix units, against float64 and PyTorch's float32 product."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from harts.ops.wide_product import wide_product
+from tests.ops.test_wide_product import errors, with_gradients
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "outputs"), [(65_534, 1536, 128), (1, 64, 8), (7, 99, 5)]
+)
+def test_parts_are_as_near_to_float64_as_float32_is(rows, width, outputs):
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden, weight, grad = (
+        torch.randn(*shape, generator=generator, device="cuda")
+        for shape in ((rows, width), (outputs, width), (rows, outputs))
+    )
+    hidden, weight = hidden.bfloat16(), weight * 0.02
+    truth = with_gradients(F.linear, hidden.double(), weight.double(), grad)
+    plain = with_gradients(lambda x, w: F.linear(x.float(), w), hidden, weight, grad)
+    found = with_gradients(wide_product, hidden, weight, grad)
+    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
+    for ours, theirs in zip(errors(found, truth), errors(plain, truth), strict=True):
+        assert ours < 2 * theirs + 1e-7
+    again = with_gradients(wide_product, hidden, weight, grad)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))

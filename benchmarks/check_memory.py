@@ -13,7 +13,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = ("kda", "gated-delta-net", "convolution", "log-probs", "attention")
+CASES = (
+    "kda",
+    "gated-delta-net",
+    "convolution",
+    "heads",
+    "swiglu",
+    "log-probs",
+    "attention",
+)
 TOOLS = ("memcheck", "racecheck")
 
 

@@ -15,9 +15,9 @@ from harts.checking import CheckOptions, check_batch, model_builder
 from harts.errors import HartsError
 from harts.excerpts import bounded_excerpt, renumber_tokens
 from harts.models import prepare
-from harts.models.linear_attention import l2_normalise
 from harts.objectives import GRPO
 from harts.ops.delta_rule import chunk_delta_rule
+from harts.ops.heads import l2_normalise
 from harts.ops.logprobs import mapped_logprobs
 from harts.planning.step import plan_step
 from harts.training.comparison import ComparedStep, time_step

@@ -15,7 +15,8 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
 from harts.megatron.layers import device_of, drawn_apart, mark_split
-from harts.ops.experts import gated, grouped_product
+from harts.ops.experts import grouped_product
+from harts.ops.swiglu import weighted_swiglu
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc]
@@ -61,5 +62,5 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc]
             # The parameters still take part, or nobody would reduce their gradients.
             return rows * (self.gate_up.sum() + self.down.sum()), None
         ends = counts.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
-        hidden = gated(grouped_product(rows, self.gate_up, ends), weights[:, None])
+        hidden = weighted_swiglu(grouped_product(rows, self.gate_up, ends), weights[:, None])
         return grouped_product(hidden, self.down, ends), None

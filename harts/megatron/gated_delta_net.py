@@ -30,9 +30,9 @@ from harts.megatron.layers import (
     rows_to_heads,
 )
 from harts.megatron.packet import tree_of
-from harts.models.linear_attention import l2_normalise
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.delta_rule import tree_delta_rule
+from harts.ops.heads import l2_normalise
 from harts.ops.tree_index import TreeIndex
 
 

@@ -13,20 +13,25 @@ from torch import Tensor, nn
 from harts.ops.compilation import compiled, uncompiled
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.delta_rule import tree_delta_rule
+from harts.ops.heads import normalised_heads
 from harts.ops.tree_index import TreeIndex
 
-_L2_NORM_EPSILON = 1e-6
-
-
-_convolution = uncompiled(tree_causal_convolution)
 _delta_rule = uncompiled(tree_delta_rule)
 
 
-def l2_normalise(x: Tensor) -> Tensor:
-    """Scale to x / sqrt(sum x^2 + 1e-6) over the last dim; float32 or wider inside."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    scaled = wide / torch.sqrt((wide * wide).sum(dim=-1, keepdim=True) + _L2_NORM_EPSILON)
-    return scaled.to(x.dtype)
+@uncompiled
+def _convolved_heads(
+    layer: Any, mixed: Tensor, tree: TreeIndex, **sizes: int
+) -> tuple[Tensor, ...]:
+    """[R, 2 H K + G V] projections through the layer's convolution, as query, key and value."""
+    convolved = tree_causal_convolution(
+        mixed,
+        layer.conv1d.weight.squeeze(1),
+        layer.conv1d.bias,
+        index=tree,
+        activation=layer.activation,
+    )
+    return normalised_heads(convolved, **sizes)
 
 
 class TreeLayer(nn.Module):
@@ -65,11 +70,13 @@ def kimi_delta_attention(
     """
     rows = hidden[0]
     mixed = side_by_side(rows, layer.q_proj, layer.k_proj, layer.v_proj)
-    mixed = _convolve(layer, mixed, tree)
-    query, key, value = mixed.view(-1, 3, layer.num_heads, layer.head_dim).unbind(1)
+    heads, dim = layer.num_heads, layer.head_dim
+    query, key, value = _convolved_heads(
+        layer, mixed, tree, heads=heads, key_dim=dim, groups=heads, value_dim=dim
+    )
     return _delta_rule(
-        l2_normalise(query),
-        l2_normalise(key),
+        query,
+        key,
         value,
         layer.forget_gate(hidden)[0],
         torch.sigmoid(layer.b_proj(rows)),
@@ -90,19 +97,23 @@ def gated_delta_net(
         beta: [R, G] step size.
         tree: the tree whose rows these are.
     """
-    rows = mixed.shape[0]
-    mixed = _convolve(layer, mixed, tree)
-    # Sizes are read after the operator, where the compiler starts again and knows modules only.
-    dims = [layer.key_dim, layer.key_dim, layer.value_dim]
-    query, key, value = torch.split(mixed, dims, dim=-1)
+    query, key, value = _convolved_heads(
+        layer,
+        mixed,
+        tree,
+        heads=layer.key_dim // layer.head_k_dim,
+        key_dim=layer.head_k_dim,
+        groups=layer.value_dim // layer.head_v_dim,
+        value_dim=layer.head_v_dim,
+    )
     return _delta_rule(
-        l2_normalise(query.reshape(rows, -1, layer.head_k_dim)),
-        l2_normalise(key.reshape(rows, -1, layer.head_k_dim)),
-        value.reshape(rows, -1, layer.head_v_dim),
+        query,
+        key,
+        value,
         -layer.A_log.float().exp() * F.softplus(decay.float() + layer.dt_bias),
         beta,
         index=tree,
-    ).to(mixed.dtype)
+    ).to(value.dtype)
 
 
 def side_by_side(rows: Tensor, *projections: nn.Module) -> Tensor:
@@ -123,13 +134,3 @@ def normalised_output(norm: nn.Module, output: Tensor, gate: Tensor) -> Tensor:
     """The library's gated norm of [R, G, V] by a gate of as many numbers, as [1, R, G V]."""
     normalised: Tensor = norm(output.flatten(0, 1), gate.reshape(-1, output.shape[-1]))
     return normalised.view(1, output.shape[0], -1)
-
-
-def _convolve(layer: Any, mixed: Tensor, tree: TreeIndex) -> Tensor:
-    return _convolution(
-        mixed,
-        layer.conv1d.weight.squeeze(1),
-        layer.conv1d.bias,
-        index=tree,
-        activation=layer.activation,
-    )

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from importlib.util import find_spec
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+_Output = TypeVar("_Output", Tensor, tuple[Tensor, ...])
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_no_kernel(*rows: Tensor) -> str | None:
+    """Why a kernel of ours cannot run on these, as a clause; None when it can."""
+    for x in rows:
+        if not x.is_cuda:
+            return f"rows are on {x.device}, not on a GPU"
+        if x.dtype not in _KERNEL_DTYPES:
+            return f"rows are {x.dtype}, not bfloat16, float16 or float32"
+    return "triton is not installed" if find_spec("triton") is None else None
 
 
 @cache
@@ -20,18 +34,21 @@ def compiled(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, backend=backend)
 
 
-def uncompiled(operator: Callable[..., Tensor], rows_dim: int = 0) -> Callable[..., Tensor]:
+def uncompiled(operator: Callable[..., _Output], rows_dim: int = 0) -> Callable[..., _Output]:
     """The operator, opaque to ``torch.compile``, which fuses what lies around it.
 
-    The sizes of its output are known but for the rows: loops over channels of unknown number are
-    three times slower.
+    The sizes of its one or several outputs are known but for the rows: loops over channels of
+    unknown number are three times slower.
     """
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        return only_rows_vary(operator(*args, **kwargs), rows_dim)
+    def run(*args: Any, **kwargs: Any) -> _Output:
+        output = operator(*args, **kwargs)
+        for x in (output,) if isinstance(output, Tensor) else output:
+            only_rows_vary(x, rows_dim)
+        return output
 
-    return cast(Callable[..., Tensor], run)
+    return cast(Callable[..., _Output], run)
 
 
 def only_rows_vary(x: Tensor, rows_dim: int = 0) -> Tensor:

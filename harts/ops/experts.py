@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.ops.compilation import compiled, only_rows_vary
 from harts.ops.kept_outputs import kept
+from harts.ops.swiglu import weighted_swiglu
 
 _ALIGNMENT = 8
 """Numbers by which the grouped product of PyTorch wants widths divisible in bfloat16."""
@@ -32,14 +33,6 @@ def sum_of_slots(values: Tensor, slots: Tensor) -> Tensor:
     for choice in range(1, slots.shape[1]):
         total = total + values[slots[:, choice]]
     return total.to(values.dtype)
-
-
-def gated(projected: Tensor, weights: Tensor) -> Tensor:
-    """[M, 2 I] gate and up projections and [M, 1] to [M, I]: weight * silu(gate) * up."""
-    only_rows_vary(projected)
-    wide = projected.dtype if projected.dtype == torch.float64 else torch.float32
-    gate, up = projected.to(wide).chunk(2, dim=-1)
-    return (F.silu(gate) * up * weights).to(projected.dtype)
 
 
 def routed_experts(
@@ -75,7 +68,7 @@ def routed_experts(
     each = _Spread.apply(  # type: ignore[no-untyped-call]
         weights.reshape(-1, 1), order, slots.unsqueeze(1), None
     )
-    hidden = _form(gated, backend)(grouped_product(sent, gate_up, ends), each)
+    hidden = weighted_swiglu(grouped_product(sent, gate_up, ends), each, backend)
     out: Tensor = _ProductOfSlots.apply(  # type: ignore[no-untyped-call]
         hidden, down, ends, to_slots, to_rows, backend
     )

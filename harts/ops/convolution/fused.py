@@ -6,30 +6,25 @@ Shapes: R physical rows · C_in channels · W convolution width.
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from harts.ops.compilation import why_no_kernel
 from harts.ops.convolution.tables import ConvolutionTables, convolution_tables
 from harts.ops.index_cache import derived
 from harts.ops.tree_index import TreeIndex
 
 _WIDTHS = (2, 3, 4)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_fused(x: Tensor, weight: Tensor) -> str | None:
     """Why the compiled form cannot run, as a clause; None when it can."""
-    if not x.is_cuda:
-        return f"x is on {x.device}, not on a GPU"
-    if x.dtype not in _DTYPES:
-        return f"x is {x.dtype}, not bfloat16, float16 or float32"
     if weight.shape[1] not in _WIDTHS:
         return f"the width is {weight.shape[1]}, not 2, 3 or 4"
-    return "triton is not installed" if find_spec("triton") is None else None
+    return why_no_kernel(x)
 
 
 def convolve_tree_fused(

@@ -16,7 +16,9 @@ from harts.bench.ops_delta_rule import rollout_tree
 from harts.ops.attention import tree_attention
 from harts.ops.convolution import tree_causal_convolution
 from harts.ops.delta_rule import tree_delta_rule
+from harts.ops.heads import normalised_heads
 from harts.ops.logprobs import mapped_logprobs
+from harts.ops.swiglu import weighted_swiglu
 from harts.ops.tree_index import TreeIndex
 
 
@@ -87,6 +89,24 @@ def convolution() -> None:
         both_ways(run, *shapes[: 2 + biased])
 
 
+def heads() -> None:
+    """Tiles that rows fill and that they do not, heads that fill a tile's columns and do not."""
+    names = ("heads", "key_dim", "groups", "value_dim")
+    for rows, *shape in ((64, 4, 128, 4, 128), (37, 3, 24, 5, 40), (21, 2, 96, 4, 17)):
+        sizes = dict(zip(names, shape, strict=True))
+
+        def run(mixed: Tensor, sizes: dict[str, int] = sizes) -> Tensor:
+            return torch.cat([x.flatten() for x in normalised_heads(mixed, **sizes)])
+
+        columns = 2 * shape[0] * shape[1] + shape[2] * shape[3]
+        both_ways(run, (rows, columns))
+
+
+def swiglu() -> None:
+    for rows, width in ((64, 512), (37, 24), (21, 1100), (3, 5)):
+        both_ways(weighted_swiglu, (rows, 2 * width), (rows, 1))
+
+
 def log_probs() -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     for rows, vocabulary, width in ((130, 1000, 64), (70, 257, 200)):
@@ -123,6 +143,8 @@ CASES = {
     "kda": kda,
     "gated-delta-net": gated_delta_net,
     "convolution": convolution,
+    "heads": heads,
+    "swiglu": swiglu,
     "log-probs": log_probs,
     "attention": attention,
 }

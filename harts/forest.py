@@ -102,18 +102,21 @@ class PrefixForest:
         """S: all token occurrences."""
         return int(self.lengths.sum())
 
-    def compact_map(self) -> list[Int]:
+    def compact_map(self, numbers: Int | None = None) -> list[Int]:
         """The map m: S -> C of Eq. 3: one array [length] of compact tokens a member.
 
-        The numbers are depth first; equal prefixes hold equal numbers.
+        Compact tokens are called by ``numbers`` [C], in depth-first order, and 0..C-1 if there are
+        none; equal prefixes hold equal numbers.
         """
+        if numbers is None:
+            numbers = np.arange(self.compact_tokens)
         rows: list[Int] = []
         fresh = 0
         previous = np.empty(0, dtype=np.int64)
         for length, shared in zip(self.lengths.tolist(), self.lcp.tolist(), strict=True):
             own = np.empty(length, dtype=np.int64)
             own[:shared] = previous[:shared]
-            own[shared:] = np.arange(fresh, fresh + length - shared)
+            own[shared:] = numbers[fresh : fresh + length - shared]
             fresh += length - shared
             rows.append(own)
             previous = own

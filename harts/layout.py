@@ -101,9 +101,7 @@ def build_layout(
     sequences = calls.sequences
     chains = np.array([v for s in sequences for v in s.chain], dtype=np.int64)
     _check_every_segment_once(chains, len(forest.segment_parent))
-    physical = _physical_rows(forest, chains)
-    maps = forest.compact_map()
-    row_of = [physical[m] for m in maps]
+    row_of = forest.compact_map(_physical_rows(forest, chains))
     own = np.array([forest.segment_lengths[list(s.chain)].sum() for s in sequences], dtype=np.int64)
     sequence_offsets = _offsets(own)
     ancestors = [_ancestors(forest, row_of, s) for s in sequences]
@@ -111,17 +109,12 @@ def build_layout(
     by_input = np.argsort(forest.members, kind="stable")
     members = forest.members[by_input]
     member_rows = np.concatenate([row_of[i] for i in by_input])
-    member_tokens = np.concatenate(
-        [batch.tokens[batch.offsets[i] : batch.offsets[i + 1]] for i in members]
-    ).astype(np.int64)
-    member_offsets = _offsets(forest.lengths[by_input])
-    node_position = np.repeat(
-        forest.segment_start - forest.segment_offset, forest.segment_lengths
-    ) + np.arange(forest.compact_tokens)
+    bounds = [(int(batch.offsets[i]), int(batch.offsets[i + 1])) for i in members]
+    tokens, positions = _rows_of_segments(batch, forest, chains, rows)
     return CompactLayout(
         chunk_size=calls.chunk_size,
-        tokens=_scatter(rows, member_rows, member_tokens),
-        positions=_scatter(rows, physical, node_position),
+        tokens=tokens,
+        positions=positions,
         multiplicity=np.bincount(member_rows, minlength=rows).astype(np.int64),
         rounds=tuple(_round_layouts(forest, calls, sequence_offsets, ancestors)),
         sequence_offsets=sequence_offsets,
@@ -129,9 +122,9 @@ def build_layout(
         ancestor_offsets=_offsets(np.array([len(a) for a in ancestors], dtype=np.int64)),
         members=members,
         member_rows=member_rows,
-        member_offsets=member_offsets,
-        target_rows=np.delete(member_rows, member_offsets[1:] - 1),
-        targets=np.delete(member_tokens, member_offsets[:-1]),
+        member_offsets=_offsets(forest.lengths[by_input]),
+        target_rows=np.concatenate([row_of[i][:-1] for i in by_input]),
+        targets=np.concatenate([batch.tokens[a + 1 : b] for a, b in bounds]).astype(np.int64),
     )
 
 
@@ -151,6 +144,22 @@ def _physical_rows(forest: PrefixForest, chains: Int) -> Int:
     rows: Int = np.arange(forest.compact_tokens)
     rows += np.repeat(physical_start - forest.segment_offset, lengths)
     return rows
+
+
+def _rows_of_segments(
+    batch: TrajectoryBatch, forest: PrefixForest, chains: Int, rows: int
+) -> tuple[Int, Int]:
+    """[R] token and position of every row, segments laid end to end in chain order."""
+    tokens, positions = np.zeros((2, rows), dtype=np.int64)
+    starts, ends = forest.segment_start[chains], forest.segment_end[chains]
+    first = batch.offsets[forest.members[forest.segment_member[chains]]]
+    of_segments = zip((first + starts).tolist(), (first + ends).tolist(), strict=True)
+    compact = forest.compact_tokens
+    tokens[:compact] = np.concatenate([batch.tokens[a:b] for a, b in of_segments])
+    lengths = ends - starts
+    positions[:compact] = np.arange(compact)
+    positions[:compact] += np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return tokens, positions
 
 
 def _ancestors(forest: PrefixForest, row_of: list[Int], sequence: PackedSequence) -> Int:
@@ -215,9 +224,3 @@ def _producer(forest: PrefixForest, sequence: PackedSequence, position: int) -> 
 
 def _offsets(lengths: Int) -> Int:
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _scatter(rows: int, at: Int, values: Int) -> Int:
-    out = np.zeros(rows, dtype=np.int64)
-    out[at] = values
-    return out

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from harts.errors import InputError, UnsupportedError
 from harts.layout import CompactLayout
 from harts.megatron.ranks import ParallelRanks
+from harts.ops.device_copy import on_device
 from harts.ops.router import TrajectoryRows
 from harts.ops.tree_index import TreeIndex
 from harts.training.step import RouterLosses, StepScale
@@ -100,13 +102,13 @@ def make_packet(
     if router is not None and router.losses.load_balancing == "sequence":
         rows = TrajectoryRows.from_layout(layout, device)
         router = replace(router, trajectories=replace(rows, runs=rows.runs[between]))
-    own = ((tree.target_rows >= first) & (tree.target_rows < last)).nonzero()[:, 0]
+    own = np.flatnonzero((layout.target_rows >= first) & (layout.target_rows < last))
     return TreePacket(
         tree=tree,
         context_rows=slice(first, last),
         sequence_rows=between,
         router=router,
-        own_positions=own,
+        own_positions=on_device(torch.from_numpy(own), device),
     )
 
 

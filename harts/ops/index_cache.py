@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from harts.ops.device_copy import read_back
 from harts.ops.tree_index import TreeIndex
 
 Derived = TypeVar("Derived")
@@ -20,8 +21,7 @@ def derived(index: TreeIndex, name: str, build: Callable[[TreeIndex], Derived]) 
     """``build(index)``, or what an earlier call with this index and this name built.
 
     A `TreeIndex` is frozen, and its tensors are taken never to change. Layers and recomputation
-    share one index, so that building, which copies index arrays to the host, happens once a
-    microbatch.
+    share one index, so that building happens once a microbatch.
     """
     kept: tuple[Tensor, Tensor, int, dict[str, Any]] | None = _entries.get(index.sequence_offsets)
     if (
@@ -36,3 +36,14 @@ def derived(index: TreeIndex, name: str, build: Callable[[TreeIndex], Derived]) 
         kept[3][name] = build(index)
     found: Derived = kept[3][name]
     return found
+
+
+def on_host(index: TreeIndex) -> TreeIndex:
+    """The index in host memory, where plans read it.
+
+    That of a layout is there already. Tensors of any other are read back, which waits for all
+    kernels queued before.
+    """
+    if index.host is not None:
+        return index.host
+    return index if index.sequence_offsets.is_cpu else read_back(index)

@@ -6,7 +6,7 @@ call · Q sequences in a call · M requested boundary states · B chunk length �
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.layout import CompactLayout
+from harts.ops.device_copy import on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +95,12 @@ class TreeIndex:
     trajectory_offsets: Tensor
     """[N+1] where each trajectory's semantic log-prob positions start."""
 
+    host: TreeIndex | None = field(default=None, init=False)
+    """The same index in host memory, for `index_cache.on_host`; `from_layout` alone knows one.
+
+    No argument, so that an index made by replacing tensors of another has no twin that lies.
+    """
+
     @classmethod
     def from_layout(
         cls, layout: CompactLayout, device: torch.device | str | None = None
@@ -101,9 +108,9 @@ class TreeIndex:
         """Copy a layout's index arrays to ``device``; on the CPU they are shared, not copied."""
 
         def tensor(array: NDArray[np.int64]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return torch.from_numpy(np.ascontiguousarray(array))
 
-        return cls(
+        host = cls(
             rows=layout.rows,
             compact_rows=layout.compact_rows,
             chunk_size=layout.chunk_size,
@@ -127,3 +134,7 @@ class TreeIndex:
             targets=tensor(layout.targets),
             trajectory_offsets=tensor(layout.position_offsets),
         )
+        index = on_device(host, device)
+        if index is not host:
+            object.__setattr__(index, "host", host)
+        return index

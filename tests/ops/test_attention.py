@@ -1,6 +1,7 @@
 """Tree attention against one trajectory at a time, every gradient included."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -149,15 +150,13 @@ def long_tree() -> SmallTree:
     trunk = torch.arange(700)
     branch = torch.cat([trunk[:300], torch.arange(700, 1300)])
     leaf = torch.cat([branch[:850], torch.arange(1300, 1305)])
-    index = type(tree.index)(
-        **{
-            **{n: getattr(tree.index, n) for n in tree.index.__slots__},
-            "rows": 1305,
-            "compact_rows": 1305,
-            "sequence_offsets": torch.tensor([0, 700, 1300, 1305]),
-            "ancestor_rows": torch.cat([branch[:300], leaf[:850]]),
-            "ancestor_offsets": torch.tensor([0, 0, 300, 1150]),
-        }
+    index = replace(
+        tree.index,
+        rows=1305,
+        compact_rows=1305,
+        sequence_offsets=torch.tensor([0, 700, 1300, 1305]),
+        ancestor_rows=torch.cat([branch[:300], leaf[:850]]),
+        ancestor_offsets=torch.tensor([0, 0, 300, 1150]),
     )
     return SmallTree(index, [trunk, branch, leaf])
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -113,16 +114,13 @@ def test_a_call_launches_few_empty_tiles(lengths, monkeypatch):
 def forest(lengths):
     """Sequences that share nothing."""
     index = comb(0, len(lengths), 1)
-    fields = {n: getattr(index, n) for n in index.__slots__}
     offsets = torch.tensor([0, *np.cumsum(lengths)])
-    return type(index)(
-        **{
-            **fields,
-            "rows": int(offsets[-1]),
-            "compact_rows": int(offsets[-1]),
-            "sequence_offsets": offsets,
-            "ancestor_offsets": torch.zeros_like(offsets),
-        }
+    return replace(
+        index,
+        rows=int(offsets[-1]),
+        compact_rows=int(offsets[-1]),
+        sequence_offsets=offsets,
+        ancestor_offsets=torch.zeros_like(offsets),
     )
 
 
@@ -131,15 +129,13 @@ def comb(trunk, branches, length):
     index = small_tree("nested forks").index
     total = trunk + branches * length
     ends = trunk + length * np.arange(branches + 1)
-    return type(index)(
-        **{
-            **{n: getattr(index, n) for n in index.__slots__},
-            "rows": total,
-            "compact_rows": total,
-            "sequence_offsets": torch.tensor([0, *ends]),
-            "ancestor_rows": torch.arange(trunk).repeat(branches),
-            "ancestor_offsets": torch.tensor([0, *(trunk * np.arange(branches + 1))]),
-        }
+    return replace(
+        index,
+        rows=total,
+        compact_rows=total,
+        sequence_offsets=torch.tensor([0, *ends]),
+        ancestor_rows=torch.arange(trunk).repeat(branches),
+        ancestor_offsets=torch.tensor([0, *(trunk * np.arange(branches + 1))]),
     )
 
 

@@ -1,5 +1,7 @@
 """The tree convolution against one trajectory at a time, every gradient included."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -113,15 +115,13 @@ def test_gradient_of_a_branch_shorter_than_the_convolution_state():
 
 def test_rows_past_one_block_are_right():
     tree = small_tree("forks at 0 and several roots")
-    index = type(tree.index)(
-        **{
-            **{n: getattr(tree.index, n) for n in tree.index.__slots__},
-            "rows": 700,
-            "compact_rows": 700,
-            "sequence_offsets": torch.tensor([0, 600, 700]),
-            "ancestor_rows": torch.arange(255),
-            "ancestor_offsets": torch.tensor([0, 0, 255]),
-        }
+    index = replace(
+        tree.index,
+        rows=700,
+        compact_rows=700,
+        sequence_offsets=torch.tensor([0, 600, 700]),
+        ancestor_rows=torch.arange(255),
+        ancestor_offsets=torch.tensor([0, 0, 255]),
     )
     long = SmallTree(
         index, [torch.arange(600), torch.cat([torch.arange(255), torch.arange(600, 700)])]

@@ -1,5 +1,7 @@
 """Index tables of the compiled tree convolution, on the CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -64,8 +66,7 @@ def test_tables_are_built_once_for_an_index():
 def test_an_index_with_other_ancestors_has_other_tables(field):
     index = small_tree("nested forks").index
     first = derived(index, "x", lambda _: object())
-    values = {n: getattr(index, n) for n in index.__slots__}
-    other = type(index)(**{**values, field: values[field].clone()})
+    other = replace(index, **{field: getattr(index, field).clone()})
     assert derived(other, "x", lambda _: object()) is not first
 
 

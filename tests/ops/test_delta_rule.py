@@ -1,6 +1,6 @@
 """Delta rule: chunks against the recurrence, states handed between sequences, and trees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from types import ModuleType
 
@@ -723,9 +723,9 @@ def test_a_layout_of_padding_only_makes_no_call_and_gives_zeros() -> None:
         boundaries=empty.view(0, 2),
         own_positions=empty,
     )
-    fields = dict.fromkeys(TreeIndex.__dataclass_fields__, empty)
+    arguments = {f.name: empty for f in fields(TreeIndex) if f.init}
     index = TreeIndex(
-        **fields | {"rows": 3, "compact_rows": 0, "chunk_size": 4, "rounds": (nothing,)}
+        **arguments | {"rows": 3, "compact_rows": 0, "chunk_size": 4, "rounds": (nothing,)}
     )
     inputs = make_inputs([3], "KDA")[:5]
     output = tree_delta_rule(*inputs, index=index)

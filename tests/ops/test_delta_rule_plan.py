@@ -4,6 +4,7 @@ No GPU needed.
 """
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -159,9 +160,8 @@ def test_a_packed_call_hands_out_each_state_once() -> None:
 
 def test_replay_of_a_whole_chunk_is_refused() -> None:
     tree = build_tree(FOREST, size=4)
-    fields = {name: getattr(tree.index, name) for name in TreeIndex.__dataclass_fields__}
     with pytest.raises(InputError, match="fewer than the chunk size 2"):
-        plan_tree(TreeIndex(**fields | {"chunk_size": 2}))
+        plan_tree(replace(tree.index, chunk_size=2))
 
 
 # --- the choice --------------------------------------------------------------------------------

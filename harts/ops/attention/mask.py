@@ -15,16 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.ops.attention.pieces import TILE, Ancestors, ancestors_of
+from harts.ops.device_copy import on_device
 from harts.ops.index_cache import derived
 from harts.ops.tree_index import TreeIndex
+
+Int32: TypeAlias = NDArray[np.int32]
 
 _SHAPES = 64
 """Head shapes, dtypes and modes that may be compiled."""
@@ -57,7 +61,7 @@ _ROW = 7e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TreeMask:
-    """Which rows see which."""
+    """Which rows see which; in host memory, where the estimate of its cost is made."""
 
     enter: Tensor
     """[C] int32 number of each row in depth-first order."""
@@ -122,19 +126,18 @@ def sees(query_enter: Tensor, key_leave: Tensor, key_enter: Tensor) -> Tensor:
 
 
 def _tree_mask(index: TreeIndex) -> TreeMask:
-    numbers = _numbers(ancestors_of(index))
-    enter, leave = (torch.from_numpy(n).to(index.sequence_offsets.device) for n in numbers)
-    partial, full = block_pairs(enter, leave)
+    enter, leave = _numbers(ancestors_of(index))
+    partial, full = _block_pairs(enter, leave)
     return TreeMask(
-        enter=enter,
-        leave=leave,
-        partial=partial,
-        full=full,
-        met=(int(partial.sum()), int(full.sum())),
+        enter=torch.from_numpy(enter),
+        leave=torch.from_numpy(leave),
+        partial=torch.from_numpy(partial),
+        full=torch.from_numpy(full),
+        met=(int(np.count_nonzero(partial)), int(np.count_nonzero(full))),
     )
 
 
-def _numbers(ancestors: Ancestors) -> tuple[Any, Any]:
+def _numbers(ancestors: Ancestors) -> tuple[Int32, Int32]:
     """[C] and [C] int32: `TreeMask.enter` and `TreeMask.leave`.
 
     Runs of rows that are read whole or not at all are the nodes of a forest, and a parent comes
@@ -164,37 +167,42 @@ def _numbers(ancestors: Ancestors) -> tuple[Any, Any]:
     return enter.astype(np.int32), leave.astype(np.int32)
 
 
-def block_pairs(enter: Tensor, leave: Tensor) -> tuple[Tensor, Tensor]:
+def _block_pairs(enter: Int32, leave: Int32) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Pairs of blocks of queries and keys that meet in part, and those that meet in full.
 
     A pair in part may turn out empty, since a part of a block is known by its extremes alone.
     """
     rows = len(enter)
-    blocks = -(-rows // TILE)
+    blocks, per_block = -(-rows // TILE), TILE // _PART
 
-    def parts(t: Tensor, absent: int) -> Tensor:
-        return F.pad(t, (0, blocks * TILE - rows), value=absent).view(-1, _PART)
+    def parts(numbers: Int32, absent: int) -> Int32:
+        """Rows cut into [parts of a block, B, rows of a part]."""
+        padded = np.full(blocks * TILE, absent, dtype=np.int32)
+        padded[:rows] = numbers
+        return padded.reshape(blocks, per_block, _PART).swapaxes(0, 1)
 
-    top = torch.iinfo(torch.int32).max
-    low, high = parts(enter, top).amin(1), parts(enter, -1).amax(1)
-    far = parts(leave, -1).amax(1)
-    meet = (low <= high[:, None]) & (low[:, None] < far)
-    per_block = TILE // _PART
-    some = meet.view(blocks, per_block, blocks, per_block).any(3).any(1)
-    low, high = low.view(blocks, -1).amin(1), high.view(blocks, -1).amax(1)
+    top = np.iinfo(np.int32).max
+    low, high = parts(enter, top).min(2), parts(enter, -1).max(2)
+    far = parts(leave, -1).max(2)
+    least, most = low.min(0), high.max(0)
     # Rows past the end are never seen, and see nothing.
-    near = parts(leave, -1).amin(1).view(blocks, -1).amin(1)
-    last = parts(enter, top).amax(1).view(blocks, -1).amax(1)
-    full = (high <= low[:, None]) & (last[:, None] < near)
-    return some & ~full, full
+    near, last = parts(leave, -1).min(2).min(0), parts(enter, top).max(2).max(0)
+    full = (most <= least[:, None]) & (last[:, None] < near)
+    may_meet = (least <= most[:, None]) & (least[:, None] < far.max(0))
+    query, key = np.nonzero(may_meet & ~full)
+    meet = (low[:, key] <= high[:, None, query]) & (low[:, None, query] < far[:, key])
+    partial = np.zeros_like(full)
+    partial[query, key] = meet.any((0, 1))
+    return partial, full
 
 
 def _block_mask(index: TreeIndex) -> Any:
     """What FlexAttention reads: lists of key blocks a query block, and the reverse."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    mask = tree_mask(index)
-    enter, leave = mask.enter, mask.leave
+    mask = on_device(tree_mask(index), index.sequence_offsets.device)
+    # Compiled code reads these, and is to see tensors of their own, not views of a larger buffer.
+    enter, leave = mask.enter.clone(), mask.leave.clone()
 
     def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return sees(enter[query], leave[key], enter[key])

@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from harts.ops.index_cache import derived
+from harts.ops.device_copy import on_device
+from harts.ops.index_cache import derived, on_host
+from harts.ops.stretches import Int, before, stretches
 from harts.ops.tree_index import TreeIndex
-
-Int = NDArray[np.int64]
 
 TILE = 128
 """Queries and keys are padded to tiles of this many rows by the kernels."""
@@ -141,14 +141,17 @@ def plan_attention(
         speeds: what views and shared runs cost.
     """
     ancestors = ancestors_of(index)
-    own = ancestors.own
     shared = ancestors.shared_runs(heads, kv_heads, speeds)
-    device = index.sequence_offsets.device
-    views = tuple(_view_calls(own, ancestors, shared, key_budget, device))
-    runs = tuple(_shared_calls(own, ancestors, shared, query_budget, device))
-    keys = [call.packed.keys for call in views] + [call.packed.keys for call in runs]
-    folds, slots = _folds(keys, index.compact_rows, device)
-    return AttentionPlan(views=views, shared=runs, folds=folds, slots=slots)
+    views = list(_view_calls(ancestors, shared, key_budget))
+    runs = list(_shared_calls(ancestors, shared, query_budget))
+    folds, slots = _folds([reached for _, reached in (*views, *runs)], ancestors.run_lengths)
+    plan = AttentionPlan(
+        views=tuple(call for call, _ in views),
+        shared=tuple(call for call, _ in runs),
+        folds=folds,
+        slots=slots,
+    )
+    return on_device(plan, index.sequence_offsets.device)
 
 
 def estimate_seconds(index: TreeIndex, heads: int, kv_heads: int, speeds: Speeds) -> float:
@@ -195,12 +198,17 @@ class Ancestors:
     """[pairs] a sequence that reads a run, ascending within each run."""
     run: Int
     """[pairs] the run, ascending."""
+    path: Int
+    """[pairs] the runs that a sequence reads, root first, one sequence after the other."""
+    path_offsets: Int
+    """[Q+1] where each sequence's runs start in ``path``."""
 
     @classmethod
     def of(cls, index: TreeIndex) -> Ancestors:
         """Of all sequences of a tree, on the host."""
-        own = index.sequence_offsets.cpu().numpy()
-        rows, offsets = index.ancestor_rows.cpu().numpy(), index.ancestor_offsets.cpu().numpy()
+        host = on_host(index)
+        own = host.sequence_offsets.numpy()
+        rows, offsets = host.ancestor_rows.numpy(), host.ancestor_offsets.numpy()
         starts = np.ones(len(rows), dtype=bool)
         starts[1:] = np.diff(rows) != 1
         starts[offsets[offsets < len(rows)]] = True
@@ -216,9 +224,9 @@ class Ancestors:
         number = np.cumsum(cuts)[:-1] - 1
         sequence = np.searchsorted(offsets, first, side="right") - 1
         spans = number[rows[last]] - number[rows[first]] + 1 if len(first) else first
-        run = np.repeat(number[rows[first]], spans) + _ranges(spans)
+        run = stretches(number[rows[first]], spans)
         reader = np.repeat(sequence, spans)
-        order = np.lexsort((reader, run))
+        order = np.argsort(run, kind="stable")
         return cls(
             own=own,
             rows=rows,
@@ -227,6 +235,8 @@ class Ancestors:
             run_lengths=lengths,
             reader=reader[order],
             run=run[order],
+            path=run,
+            path_offsets=np.searchsorted(reader, np.arange(len(own))),
         )
 
     def shared_runs(self, heads: int, kv_heads: int, speeds: Speeds) -> NDArray[np.bool_]:
@@ -258,95 +268,110 @@ class Ancestors:
 
 
 def _view_calls(
-    own: Int, ancestors: Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
-) -> Iterator[ViewCall]:
-    run_of_row = np.repeat(np.arange(len(shared)), ancestors.run_lengths)
-    kept = ~shared[run_of_row[ancestors.rows]]
-    rows = ancestors.rows[kept]
-    offsets = np.concatenate([[0], np.cumsum(kept)])[ancestors.offsets]
+    ancestors: Ancestors, shared: NDArray[np.bool_], budget: int
+) -> Iterator[tuple[ViewCall, Int]]:
+    """Calls on views, and the runs that each one's keys add up to, ascending."""
+    own, starts, lengths = ancestors.own, ancestors.run_starts, ancestors.run_lengths
     queries = np.diff(own)
-    above = np.where(queries > 0, np.diff(offsets), 0)
-    # One pool holds ancestors, then own rows; a call's keys are alternating slices of it.
-    pool = np.concatenate([rows, np.arange(own[-1])])
+    reader = np.repeat(np.arange(len(queries)), np.diff(ancestors.path_offsets))
+    copied = ~shared[ancestors.path] & (queries[reader] > 0)
+    # Each sequence copies runs of ancestors, root first, and then its own.
+    owner = np.searchsorted(own, starts, side="right") - 1
+    sequence = np.concatenate([reader[copied], owner])
+    order = np.argsort(sequence, kind="stable")
+    run = np.concatenate([ancestors.path[copied], np.arange(len(starts))])[order]
+    first = np.searchsorted(sequence[order], np.arange(len(own)))
+    keys = np.diff(np.concatenate([[0], np.cumsum(lengths[run])])[first])
     # A query holds about as much as a key, and sums of its gradient are kept in whole tiles.
-    for lo, hi in _groups(above + queries + tiled(queries), budget, tiled(queries) // TILE):
+    for lo, hi in _groups(keys + tiled(queries), budget, tiled(queries) // TILE):
         if own[hi] == own[lo]:
             continue
-        lengths = np.stack([above[lo:hi], queries[lo:hi]], 1).ravel()
-        begins = np.stack([offsets[lo:hi], len(rows) + own[lo:hi]], 1).ravel()
-        key_rows = pool[np.repeat(begins, lengths) + _ranges(lengths)]
-        yield ViewCall(
-            own=slice(int(own[lo]), int(own[hi])),
-            packed=_packed(key_rows, queries[lo:hi], (above + queries)[lo:hi], True, device),
+        runs = run[first[lo] : first[hi]]
+        key_rows, sums = _gathered(starts[runs], lengths[runs])
+        yield (
+            ViewCall(
+                own=slice(int(own[lo]), int(own[hi])),
+                packed=_packed(key_rows, sums, queries[lo:hi], keys[lo:hi], True),
+            ),
+            np.unique(runs),
         )
 
 
 def _shared_calls(
-    own: Int, ancestors: Ancestors, shared: NDArray[np.bool_], budget: int, device: torch.device
-) -> Iterator[SharedCall]:
-    chosen = np.flatnonzero(shared)
+    ancestors: Ancestors, shared: NDArray[np.bool_], budget: int
+) -> Iterator[tuple[SharedCall, Int]]:
+    """Calls on shared runs, and the runs."""
+    own, chosen = ancestors.own, np.flatnonzero(shared)
     lengths = np.diff(own)
     below = np.bincount(ancestors.run, lengths[ancestors.reader], len(shared)).astype(np.int64)
     for lo, hi in _groups(below[chosen], budget):
         runs = chosen[lo:hi]
         readers = ancestors.reader[np.isin(ancestors.run, runs)]
-        query_rows = np.repeat(own[readers], lengths[readers]) + _ranges(lengths[readers])
+        readers = readers[lengths[readers] > 0]
+        query_rows, queries = _gathered(own[readers], lengths[readers])
         key_lengths = ancestors.run_lengths[runs]
-        key_rows = np.repeat(ancestors.run_starts[runs], key_lengths) + _ranges(key_lengths)
-        yield SharedCall(
-            query_rows=torch.from_numpy(query_rows).to(device),
-            queries=_row_sum(query_rows, device),
-            packed=_packed(key_rows, below[runs], key_lengths, False, device),
+        key_rows, keys = _gathered(ancestors.run_starts[runs], key_lengths)
+        yield (
+            SharedCall(
+                query_rows=torch.from_numpy(query_rows),
+                queries=queries,
+                packed=_packed(key_rows, keys, below[runs], key_lengths, False),
+            ),
+            runs,
         )
 
 
 def _packed(
-    key_rows: Int, query_lengths: Int, key_lengths: Int, causal: bool, device: torch.device
+    key_rows: Int, keys: RowSum, query_lengths: Int, key_lengths: Int, causal: bool
 ) -> PackedKeys:
     return PackedKeys(
-        key_rows=torch.from_numpy(key_rows).to(device),
-        keys=_row_sum(key_rows, device),
-        cu_queries=_bounds(query_lengths, device),
-        cu_keys=_bounds(key_lengths, device),
+        key_rows=torch.from_numpy(key_rows),
+        keys=keys,
+        cu_queries=_bounds(query_lengths),
+        cu_keys=_bounds(key_lengths),
         max_queries=int(query_lengths.max()),
         max_keys=int(key_lengths.max()),
         causal=causal,
     )
 
 
-def _row_sum(rows: Int, device: torch.device) -> RowSum:
-    ordered, entries = torch.sort(torch.from_numpy(rows).to(device), stable=True)
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    offsets = torch.zeros(len(unique) + 1, dtype=torch.int64, device=device)
-    offsets[1:] = counts.cumsum(0)
-    return RowSum(rows=unique, offsets=offsets, entries=entries)
+def _gathered(starts: Int, lengths: Int) -> tuple[Int, RowSum]:
+    """Rows of some stretches, packed, and their sum; two stretches are the same or disjoint."""
+    rows = stretches(starts, lengths)
+    first, at, copies = np.unique(starts, return_index=True, return_counts=True)
+    offsets = stretches(before(lengths[at] * copies), lengths[at], copies)
+    sums = RowSum(
+        rows=torch.from_numpy(stretches(first, lengths[at])),
+        offsets=torch.from_numpy(np.append(offsets, len(rows))),
+        # Sorting by merges takes little time where rows ascend in long stretches.
+        entries=torch.from_numpy(np.argsort(rows, kind="stable")),
+    )
+    return rows, sums
 
 
-def _folds(
-    keys: list[RowSum], compact_rows: int, device: torch.device
-) -> tuple[tuple[Fold, ...], int]:
-    total, seen = torch.zeros(2, compact_rows, dtype=torch.int32, device=device)
-    for call in keys:
-        total[call.rows] += 1
+def _folds(calls: list[Int], lengths: Int) -> tuple[tuple[Fold, ...], int]:
+    """Folds of calls that reach the given runs, each whole; ``lengths`` [runs]."""
+    total = np.bincount(np.concatenate([np.zeros(0, np.int64), *calls]), minlength=len(lengths))
     several = total > 1
-    slot = (several.cumsum(0) - 1) * several
+    first_slot = before(lengths * several)
+    seen = np.zeros_like(total)
     folds = []
-    for call in keys:
-        before = seen[call.rows]
-        seen[call.rows] = before + 1
-        last = before + 1 == total[call.rows]
-        folds.append(Fold(slots=slot[call.rows], first=before == 0, last=last))
-    return tuple(folds), int(several.sum())
+    for runs in calls:
+        rows = lengths[runs]
+        carried = several[runs].astype(np.int64)
+        seen[runs] += 1
+        folds.append(
+            Fold(
+                slots=torch.from_numpy(stretches(first_slot[runs] * carried, rows, carried)),
+                first=torch.from_numpy(np.repeat(seen[runs] == 1, rows)),
+                last=torch.from_numpy(np.repeat(seen[runs] == total[runs], rows)),
+            )
+        )
+    return tuple(folds), int(lengths[several].sum())
 
 
-def _bounds(lengths: Int, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
-
-
-def _ranges(lengths: Int) -> Int:
-    """0..lengths[0]-1, 0..lengths[1]-1, ..., end to end."""
-    total = int(lengths.sum())
-    return np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+def _bounds(lengths: Int) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def _groups(sizes: Int, budget: int, tiles: Int | None = None) -> list[tuple[int, int]]:

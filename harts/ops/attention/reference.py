@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from harts.ops.index_cache import on_host
 from harts.ops.tree_index import TreeIndex
 
 _BLOCK_QUERIES = 512
@@ -21,8 +22,8 @@ def attend_tree(
 ) -> Tensor:
     """`tree_attention` after its checks, on any device."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    own = index.sequence_offsets.tolist()
-    ancestors = index.ancestor_offsets.tolist()
+    host = on_host(index)
+    own, ancestors = host.sequence_offsets.tolist(), host.ancestor_offsets.tolist()
     views = [
         view
         for i in range(len(own) - 1)
@@ -37,7 +38,7 @@ def attend_tree(
     keys = torch.split(key.to(dtype).index_select(0, rows), lengths)
     values = torch.split(value.to(dtype).index_select(0, rows), lengths)
     queries = torch.split(
-        query[: index.compact_rows].to(dtype), index.sequence_offsets.diff().tolist()
+        query[: index.compact_rows].to(dtype), host.sequence_offsets.diff().tolist()
     )
     parts = [
         _attend_sequence(q, k, v, scale) for q, k, v in zip(queries, keys, values, strict=True)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from harts.ops.convolution.reference import head_sources
+from harts.ops.device_copy import on_device
+from harts.ops.index_cache import on_host
 from harts.ops.tree_index import TreeIndex
 
 GROUP = 4
@@ -46,25 +48,24 @@ class ConvolutionTables:
 
 
 def convolution_tables(index: TreeIndex, width: int) -> ConvolutionTables:
-    """Tables of one index for one width, on the index's device."""
-    heads, sources = head_sources(index, width)
-    device = heads.device
+    """Tables of one index for one width, on the index's device.
+
+    What is as small as the heads is found on the host, so that its sizes are known there and
+    nothing waits for the device.
+    """
+    device = index.sequence_offsets.device
+    heads, sources, *reads = on_device(_head_tables(on_host(index), width), device)
+    shared_rows, offsets, reader, taps = reads
     rows = torch.arange(index.compact_rows, device=device)
-    starts = index.sequence_offsets[:-1]
-    sequence = torch.searchsorted(index.sequence_offsets, rows, right=True) - 1
-    depth = (rows - starts[sequence]).clamp(max=width - 1)
+    depth = _depth(index, rows).clamp(max=width - 1)
     all_sources = rows - torch.arange(1, width, device=device)[:, None]
-    all_sources[:, heads] = sources[1:]
+    all_sources[:, heads] = sources
     number = torch.full_like(rows, -1)
     number[heads] = torch.arange(len(heads), device=device)
-    read, taps, reader = _cross_reads(sources[1:], depth[heads])
-    shared_rows, counts = torch.unique_consecutive(read, return_counts=True)
     shared = torch.full_like(rows, -1)
     shared[shared_rows] = torch.arange(len(shared_rows), device=device)
     special = F.pad(number >= 0, (0, -len(number) % GROUP + GROUP))
     special[width - 1 : width - 1 + len(shared)] |= shared >= 0
-    offsets = torch.zeros(len(shared_rows) + 1, dtype=torch.int64, device=device)
-    offsets[1:] = counts.cumsum(0)
     return ConvolutionTables(
         sources=all_sources.int().contiguous(),
         depth=depth.int(),
@@ -77,6 +78,23 @@ def convolution_tables(index: TreeIndex, width: int) -> ConvolutionTables:
         reader_heads=reader.int(),
         reader_taps=taps.int(),
     )
+
+
+def _head_tables(index: TreeIndex, width: int) -> tuple[Tensor, ...]:
+    """Heads [E], their sources [W-1, E], shared rows [F], and their readers' offsets [F+1].
+
+    Then number and tap of each reader [L].
+    """
+    heads, sources = head_sources(index, width)
+    read, taps, reader = _cross_reads(sources[1:], _depth(index, heads))
+    shared_rows, counts = torch.unique_consecutive(read, return_counts=True)
+    return heads, sources[1:], shared_rows, F.pad(counts.cumsum(0), (1, 0)), reader, taps
+
+
+def _depth(index: TreeIndex, rows: Tensor) -> Tensor:
+    """Rows before each of some rows [n] in its own sequence."""
+    sequence = torch.searchsorted(index.sequence_offsets, rows, right=True) - 1
+    return rows - index.sequence_offsets[sequence]
 
 
 def _cross_reads(sources: Tensor, depth: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,21 +10,18 @@ sequences · B chunk length · L levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from harts.errors import InputError
-from harts.ops.index_cache import derived
+from harts.ops.device_copy import on_device
+from harts.ops.index_cache import derived, on_host
+from harts.ops.stretches import Int, before, stretches
 from harts.ops.tree_index import TreeIndex
-
-IntArray: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +67,14 @@ class _Sequences:
 
     chunk_size: int
     initial_states: int
-    lengths: list[IntArray]
-    parents: list[IntArray]
+    lengths: list[Int]
+    parents: list[Int]
     """[Q] state that each sequence starts from."""
-    levels: list[IntArray]
+    levels: list[Int]
     """[Q] level of each sequence's first chunk."""
-    bank: IntArray
+    bank: Int
     """States handed out so far."""
-    bank_levels: IntArray
+    bank_levels: Int
     """Level of a chunk that starts from each."""
     chunks: int = 0
 
@@ -95,12 +92,10 @@ class _Sequences:
             bank_levels=np.zeros(0, np.int64),
         )
 
-    def add(
-        self, starts: list[int], parents: IntArray, levels: IntArray, boundaries: Tensor | None
-    ) -> None:
+    def add(self, starts: list[int], parents: Int, levels: Int, boundaries: Tensor | None) -> None:
         """Add sequences [starts[i], starts[i+1]) and hand out the states before some chunks."""
         lengths = np.diff(np.array(starts))
-        first = self.chunks + _before(-(-lengths // self.chunk_size))
+        first = self.chunks + before(-(-lengths // self.chunk_size))
         if boundaries is not None:
             pairs = check_boundaries(boundaries, starts, self.chunk_size)
             sequence, chunk = np.array(pairs, np.int64).reshape(-1, 2).T
@@ -113,14 +108,17 @@ class _Sequences:
         self.levels.append(levels)
         self.chunks = int(first[-1]) + -(-int(lengths[-1]) // self.chunk_size)
 
-    def grid(self, rows: Tensor, own_packed: Tensor) -> ChunkGrid:
-        """Order the chunks; ``rows`` [P] as in `ChunkGrid`, ``own_packed`` [C] its own ones."""
-        size, states, device = self.chunk_size, self.initial_states, rows.device
+    def grid(self, rows: Int, own_packed: Int) -> ChunkGrid:
+        """Order the chunks; ``rows`` [P] as in `ChunkGrid`, ``own_packed`` [C] its own ones.
+
+        Its tensors are in host memory.
+        """
+        size, states = self.chunk_size, self.initial_states
         lengths = np.concatenate(self.lengths)
         counts = -(-lengths // size)
         sequence = np.repeat(np.arange(len(counts)), counts)
-        first = _before(counts)
-        chunk = np.arange(self.chunks) - first[sequence]
+        first = before(counts)
+        chunk = stretches(np.zeros_like(counts), counts)
         level = np.concatenate(self.levels)[sequence] + chunk
         parents = np.where(
             chunk > 0,
@@ -132,24 +130,22 @@ class _Sequences:
         place[:states] = np.arange(states)
         place[states + order] = states + np.arange(self.chunks)
         parents = place[parents[order]]
-        local = np.arange(int(lengths.sum())) - np.repeat(_before(lengths), lengths)
+        local = stretches(np.zeros_like(lengths), lengths)
         chunk_of_row = np.repeat(first, lengths) + local // size
-        grid_rows = _tensor(
-            (place[states + chunk_of_row] - states) * size + local % size, rows.device
-        )
-        replays = torch.ones(len(rows), dtype=torch.bool, device=device)
+        grid_rows = (place[states + chunk_of_row] - states) * size + local % size
+        replays = np.ones(len(rows), dtype=bool)
         replays[own_packed] = False
         return ChunkGrid(
             chunk_size=size,
             chunks=self.chunks,
-            levels=_levels(np.bincount(level), parents, device),
-            parents=_tensor(parents, device),
-            rows=rows,
-            grid_rows=grid_rows,
-            own=grid_rows[own_packed],
-            replay=replays.nonzero().squeeze(1),
-            final_states=_tensor(place[states + first + counts - 1], device),
-            boundary_states=_tensor(place[self.bank], device),
+            levels=_levels(np.bincount(level), parents),
+            parents=torch.from_numpy(parents),
+            rows=torch.from_numpy(rows),
+            grid_rows=torch.from_numpy(grid_rows),
+            own=torch.from_numpy(grid_rows[own_packed]),
+            replay=torch.from_numpy(np.flatnonzero(replays)),
+            final_states=torch.from_numpy(place[states + first + counts - 1]),
+            boundary_states=torch.from_numpy(place[self.bank]),
         )
 
 
@@ -165,8 +161,8 @@ def packed_grid(
     count = len(starts) - 1
     sequences = _Sequences.none(chunk_size, count)
     sequences.add(starts, np.arange(count), np.zeros(count, np.int64), boundaries)
-    rows = torch.arange(starts[-1], device=device)
-    return sequences.grid(rows, rows)
+    rows = np.arange(starts[-1])
+    return on_device(sequences.grid(rows, rows), device)
 
 
 def tree_grid(index: TreeIndex) -> ChunkGrid:
@@ -177,20 +173,21 @@ def tree_grid(index: TreeIndex) -> ChunkGrid:
 def _tree_grid(index: TreeIndex) -> ChunkGrid:
     sequences = _Sequences.none(index.chunk_size, 1)
     rows, own, packed_before = [], [], 0
-    for packed in index.rounds:
+    for packed in on_host(index).rounds:
         if packed.initial_state.numel() == 0:
             continue
-        source = packed.initial_state.cpu().numpy()
+        source = packed.initial_state.numpy()
         # The zero state goes in front, so that source -1 is an ordinary entry.
         bank = np.concatenate([[0], sequences.bank])
         bank_levels = np.concatenate([[0], sequences.bank_levels])
         sequences.add(
             packed.cu_seqlens.tolist(), bank[source + 1], bank_levels[source + 1], packed.boundaries
         )
-        rows.append(packed.packed_rows)
-        own.append(packed.own_positions + packed_before)
+        rows.append(packed.packed_rows.numpy())
+        own.append(packed.own_positions.numpy() + packed_before)
         packed_before += len(packed.packed_rows)
-    return sequences.grid(torch.cat(rows), torch.cat(own))
+    grid = sequences.grid(np.concatenate(rows), np.concatenate(own))
+    return on_device(grid, index.sequence_offsets.device)
 
 
 def check_boundaries(
@@ -224,7 +221,7 @@ def check_boundaries(
     return pairs
 
 
-def _levels(counts: IntArray, parents: IntArray, device: torch.device) -> tuple[Level, ...]:
+def _levels(counts: Int, parents: Int) -> tuple[Level, ...]:
     """Levels of ``counts`` [L] chunks each; ``parents`` [Z] in grid order."""
     levels, first = [], 0
     for count in counts.tolist():
@@ -234,18 +231,8 @@ def _levels(counts: IntArray, parents: IntArray, device: torch.device) -> tuple[
         levels.append(
             Level(
                 chunks=slice(first, first + count),
-                parents=slice(start, start + count) if contiguous else _tensor(of_level, device),
+                parents=slice(start, start + count) if contiguous else torch.from_numpy(of_level),
             )
         )
         first += count
     return tuple(levels)
-
-
-def _before(counts: IntArray) -> IntArray:
-    """Sum of all earlier entries."""
-    before: IntArray = np.cumsum(counts) - counts
-    return before
-
-
-def _tensor(values: IntArray | Sequence[int], device: torch.device) -> Tensor:
-    return torch.as_tensor(np.asarray(values, np.int64), device=device)

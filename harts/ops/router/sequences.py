@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from harts.layout import CompactLayout
+from harts.ops.device_copy import on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,11 +52,12 @@ class TrajectoryRows:
         runs[rows] = run[np.cumsum(starts) - 1]
         passes = np.zeros((len(offsets) - 1, len(first_rows)))
         passes[np.searchsorted(offsets, at, side="right") - 1, run] = 1.0
-        return cls(
-            runs=torch.from_numpy(runs).to(device),
-            passes=torch.from_numpy(passes).to(device),
-            lengths=torch.from_numpy(np.diff(offsets).astype(np.float64)).to(device),
+        host = cls(
+            runs=torch.from_numpy(runs),
+            passes=torch.from_numpy(passes),
+            lengths=torch.from_numpy(np.diff(offsets).astype(np.float64)),
         )
+        return on_device(host, device)
 
 
 def counts_of_runs(rows: TrajectoryRows, selected: Tensor, experts: int) -> Tensor:

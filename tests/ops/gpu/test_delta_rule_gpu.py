@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from harts.errors import UnsupportedError
 from harts.ops.delta_rule import chunk_delta_rule, tree_delta_rule
 from harts.ops.delta_rule.dispatch import _fla_version
+from harts.ops.device_copy import on_device
 from harts.ops.kept_outputs import keep_outputs
 from harts.ops.tree_index import TreeIndex
 from tests.forests import lay_out, random_batch
@@ -74,19 +75,8 @@ def on_gpu(tree: HandMadeTree) -> tuple[TreeIndex, list[Tensor]]:
 
 
 def move(index: TreeIndex) -> TreeIndex:
-    """The same index with its tensors on the GPU."""
-
-    def moved(record: object) -> object:
-        fields = {name: getattr(record, name) for name in record.__dataclass_fields__}
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                fields[name] = value.cuda()
-        return type(record)(**fields)
-
-    result = moved(index)
-    rounds = tuple(moved(packed) for packed in index.rounds)
-    fields = {name: getattr(result, name) for name in result.__dataclass_fields__}
-    return TreeIndex(**fields | {"rounds": rounds})
+    """The same index with its tensors on the GPU, and no twin on the host."""
+    return on_device(index, "cuda")
 
 
 def make_rows(rows: int, case: str, gate: str, seed: int = 0) -> list[Tensor]:

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harts.ops.stretches import stretches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -99,25 +101,20 @@ class StatePlan:
     """The same pieces, cut wherever a state is in the bank: all start at once in a second pass."""
 
 
-def segment_list(
-    spans: Sequence[Span], rows: int, chunk_size: int, device: torch.device
-) -> ChunkList:
+def segment_list(spans: Sequence[Span], rows: int, chunk_size: int) -> ChunkList:
     """Cut [0, rows) at the spans, which ascend and do not overlap; rows between have no chunk."""
-    cuts, chunks, covered = [0], [], 0
+    cuts, segments, covered = [0], [], 0
     for span in spans:
         if span.row > covered:
             cuts.append(span.row)
         covered = span.row + span.length
+        segments.append(len(cuts) - 1)
         cuts.append(covered)
-        count = -(-span.length // chunk_size)
-        chunks += [(len(cuts) - 2, chunk) for chunk in range(count)]
     if covered < rows:
         cuts.append(rows)
-    return ChunkList(
-        cu_seqlens=_integers(cuts, device),
-        chunks=_integers(chunks, device).view(-1, 2),
-        rows=rows,
-    )
+    counts = -(-np.diff(cuts)[segments] // chunk_size)
+    chunks = np.stack([np.repeat(segments, counts), stretches(np.zeros_like(counts), counts)], 1)
+    return ChunkList(cu_seqlens=_integers(cuts), chunks=_integers(chunks), rows=rows)
 
 
 def state_plan(
@@ -126,7 +123,6 @@ def state_plan(
     slots: int,
     copied_from: int,
     chunk_size: int,
-    device: torch.device,
 ) -> StatePlan:
     """Lay out the pieces of all sequences; copied rows start at buffer row `copied_from`."""
     sequences = [sequence for one_round in rounds for sequence in one_round]
@@ -139,7 +135,7 @@ def state_plan(
     consumers = _consumers(sequences, slots)
     per_piece = [consumers[slot] if slot >= 0 else [] for *_, slot in pieces]
     columns = np.array(pieces, dtype=np.int64).reshape(-1, 4).T
-    rows, lengths, chunks, ends = (_integers(column, device) for column in columns)
+    rows, lengths, chunks, ends = (_integers(column) for column in columns)
     return StatePlan(
         chunk_size=chunk_size,
         chunks=walker.copied_chunk,
@@ -150,15 +146,15 @@ def state_plan(
             lengths=lengths,
             chunks=chunks,
             slots=ends,
-            consumer_offsets=_offsets([len(one) for one in per_piece], device),
-            consumers=_integers([c for one in per_piece for c in one], device),
+            consumer_offsets=_offsets([len(one) for one in per_piece]),
+            consumers=_integers([c for one in per_piece for c in one]),
         ),
         sequences=Walk(
-            initial_slots=_integers([s.initial_slot for s in sequences], device),
-            piece_offsets=_offsets([len(one) for one in lists], device),
+            initial_slots=_integers([s.initial_slot for s in sequences]),
+            piece_offsets=_offsets([len(one) for one in lists]),
         ),
         round_offsets=tuple(accumulate((len(one) for one in rounds), initial=0)),
-        segments=_segments(sequences, lists, device),
+        segments=_segments(sequences, lists),
     )
 
 
@@ -217,7 +213,6 @@ def _consumers(sequences: Sequence[SequencePlan], slots: int) -> list[list[int]]
 def _segments(
     sequences: Sequence[SequencePlan],
     lists: Sequence[Sequence[tuple[int, int, int, int]]],
-    device: torch.device,
 ) -> Walk:
     initial, counts = [], []
     for sequence, pieces in zip(sequences, lists, strict=True):
@@ -231,12 +226,12 @@ def _segments(
         if count:
             initial.append(slot)
             counts.append(count)
-    return Walk(initial_slots=_integers(initial, device), piece_offsets=_offsets(counts, device))
+    return Walk(initial_slots=_integers(initial), piece_offsets=_offsets(counts))
 
 
-def _integers(values: object, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
+def _integers(values: object) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int32))
 
 
-def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
-    return _integers(list(accumulate(counts, initial=0)), device)
+def _offsets(counts: Sequence[int]) -> Tensor:
+    return _integers(list(accumulate(counts, initial=0)))

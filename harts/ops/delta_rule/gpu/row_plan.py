@@ -25,6 +25,8 @@ from harts.ops.delta_rule.gpu.chunk_lists import (
     segment_list,
     state_plan,
 )
+from harts.ops.device_copy import on_device
+from harts.ops.index_cache import on_host
 from harts.ops.tree_index import RoundIndex, TreeIndex
 
 
@@ -117,27 +119,25 @@ def plan_packed(
         starts[-1],
         slots,
         chunk_size,
-        device,
     )
-    return PackedPlan(
+    packed = PackedPlan(
         plan=plan,
-        final_slots=torch.tensor([cuts[s][row] for s, row in ends], device=device),
-        boundary_slots=torch.tensor(
-            [cuts[s][row] for s, row in places], device=device, dtype=torch.int64
-        ),
+        final_slots=torch.tensor([cuts[s][row] for s, row in ends]),
+        boundary_slots=torch.tensor([cuts[s][row] for s, row in places], dtype=torch.int64),
     )
+    return on_device(packed, device)
 
 
 @lru_cache(maxsize=8)
 def plan_tree(index: TreeIndex) -> RowPlan:
     """Plan all rounds of a tree; kept for the last few trees, since every layer asks again."""
     builder = _TreeBuilder(index.chunk_size)
-    for packed in index.rounds:
+    for packed in on_host(index).rounds:
         if packed.initial_state.numel():
             builder.add_round(packed)
     copied = np.concatenate([np.zeros(0, np.int64), *builder.copied])
     own = np.concatenate([np.zeros(0, np.int64), *builder.own])
-    return _row_plan(
+    plan = _row_plan(
         builder.rounds,
         copied,
         own,
@@ -145,8 +145,8 @@ def plan_tree(index: TreeIndex) -> RowPlan:
         index.compact_rows,
         builder.slots,
         index.chunk_size,
-        index.sequence_offsets.device if not index.rounds else index.rounds[0].packed_rows.device,
     )
+    return on_device(plan, index.sequence_offsets.device)
 
 
 class _TreeBuilder:
@@ -164,9 +164,9 @@ class _TreeBuilder:
 
     def add_round(self, packed: RoundIndex) -> None:
         starts = packed.cu_seqlens.tolist()
-        rows = packed.packed_rows.cpu().numpy()
+        rows = packed.packed_rows.numpy()
         own = np.zeros(len(rows), dtype=bool)
-        own[packed.own_positions.cpu().numpy()] = True
+        own[packed.own_positions.numpy()] = True
         lengths = [end - start for start, end in pairwise(starts)]
         cuts, slots = self._cuts(packed.boundaries.tolist(), lengths)
         plans = []
@@ -226,30 +226,25 @@ def _row_plan(
     used_rows: int,
     slots: int,
     chunk_size: int,
-    device: torch.device,
 ) -> RowPlan:
     spans = [span for one_round in rounds for plan in one_round for span in plan.spans]
     parts = [[span for span in spans if span.copied is part] for part in (False, True)]
     return RowPlan(
         rows=rows,
         used_rows=used_rows,
-        in_place=segment_list(parts[0], used_rows, chunk_size, device),
-        copied_chunks=segment_list(parts[1], len(copied), chunk_size, device),
-        copied=_copied_rows(copied, own, device),
-        states=state_plan(
-            rounds, slots=slots, copied_from=rows, chunk_size=chunk_size, device=device
-        ),
+        in_place=segment_list(parts[0], used_rows, chunk_size),
+        copied_chunks=segment_list(parts[1], len(copied), chunk_size),
+        copied=_copied_rows(copied, own),
+        states=state_plan(rounds, slots=slots, copied_from=rows, chunk_size=chunk_size),
     )
 
 
-def _copied_rows(
-    copied: NDArray[np.int64], own: NDArray[np.int64], device: torch.device
-) -> CopiedRows:
+def _copied_rows(copied: NDArray[np.int64], own: NDArray[np.int64]) -> CopiedRows:
     order = np.argsort(copied, kind="stable")
     targets, first = np.unique(copied[order], return_index=True)
 
     def tensor(values: NDArray[np.generic], dtype: type) -> Tensor:
-        return torch.from_numpy(values.astype(dtype)).to(device)
+        return torch.from_numpy(values.astype(dtype))
 
     return CopiedRows(
         rows=tensor(copied, np.int64),

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from harts.models import PolicyOutput
 from harts.models.families import ModelFamily
+from harts.models.own_forms import OwnForms
 from harts.objectives import PolicyObjective, StepTargets
 from harts.ops.router import RouterStatistics, load_balancing_loss, router_statistics
 from harts.planning.step import StepPlan
@@ -164,6 +165,7 @@ class _Alone:
         self._model = model
         self._family = family
         self._routers = routers
+        self._own_forms = OwnForms(model)
 
     def __call__(self, tokens: Tensor) -> PolicyOutput:
         recorded: list[tuple[Tensor, Tensor]] = []
@@ -173,7 +175,8 @@ class _Alone:
 
         hooks = [r.register_forward_hook(record) for r in self._routers]
         try:
-            logits = self._model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
+            with self._own_forms():
+                logits = self._model(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0]
         finally:
             for hook in hooks:
                 hook.remove()

@@ -28,6 +28,8 @@ from harts.errors import HartsError, InputError
 STATE_VERSION = 1
 _STATE = "training_state.json"
 _TENSORS = "training_state.safetensors"
+_RNG, _GPU_RNG = "rng", "cuda_rng"
+"""The second is written on a GPU alone; a run that comes from the CPU has it from its seed."""
 _NAME = re.compile(r"step-(\d{6,})")
 _UNFINISHED, _DISCARDED = ".writing-", ".discarded-"
 
@@ -78,22 +80,28 @@ class Checkpoint:
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimiser its moments and torch its random state back.
 
-        The weights are not touched: load the model from ``path``.
+        Moments go to the device of their parameters, whichever device wrote them. The weights are
+        not touched: load the model from ``path``.
 
         Raises:
             InputError: the state is unreadable or belongs to other parameters.
         """
         try:
             tensors = load_file(self.path / _TENSORS)
-            torch.set_rng_state(tensors.pop("rng"))
+            torch.set_rng_state(tensors.pop(_RNG))
+            gpu_state = tensors.pop(_GPU_RNG, None)
         except (OSError, SafetensorError, KeyError) as error:
             raise InputError(f"cannot read {self.path / _TENSORS}: {error}") from error
         parameters = dict(model.named_parameters())
+        if gpu_state is not None and (gpu := _gpu_of(model)) is not None:
+            torch.cuda.set_rng_state(gpu_state, gpu)
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             if name not in parameters or (tensor.ndim and tensor.shape != parameters[name].shape):
                 raise InputError(f"{self.path / _TENSORS} holds {key}, which this model lacks")
-            optimizer.state[parameters[name]][kind] = tensor
+            # AdamW counts its steps on the CPU, wherever its parameters are.
+            device = tensor.device if kind == "step" else parameters[name].device
+            optimizer.state[parameters[name]][kind] = tensor.to(device)
 
 
 def save_checkpoint(
@@ -231,12 +239,19 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state by parameter name, such as "exp_avg/lm_head.weight", and torch's generator."""
-    tensors = {"rng": torch.get_rng_state()}
+    """AdamW's state by parameter name, such as "exp_avg/lm_head.weight", and torch's generators."""
+    tensors = {_RNG: torch.get_rng_state()}
+    if (gpu := _gpu_of(model)) is not None:
+        tensors[_GPU_RNG] = torch.cuda.get_rng_state(gpu)
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{kind}/{name}"] = value.contiguous()
     return tensors
+
+
+def _gpu_of(model: nn.Module) -> torch.device | None:
+    device = next(model.parameters()).device
+    return device if device.type == "cuda" else None
 
 
 def _discard(path: Path) -> None:

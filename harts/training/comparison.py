@@ -101,8 +101,10 @@ def time_step(
         for plan, spent in zip(plans, seconds, strict=True):
             progress(f"timing the step in both ways, {repeat + 1} of {repeats}")
             policy.zero_grad()
+            _finish_kernels(policy)
             began = time.perf_counter()
             run_step(policy, step.batch, plan, targets, step.objective, step.router)
+            _finish_kernels(policy)
             spent.append(time.perf_counter() - began)
     policy.zero_grad()
     shared, alone = (statistics.median(s) for s in seconds)
@@ -119,13 +121,15 @@ def measure_fidelity(
 ) -> Fidelity:
     """Compare an excerpt of a step in float64 with each trajectory alone in the library's model.
 
-    The weights are the run's, copied; the run's own model and gradients stay as they are.
+    The weights are the run's, copied; the run's own model and gradients stay as they are. The
+    truth is computed on the CPU, compact execution on the device of the run, in the PyTorch forms
+    that take float64.
     """
     sample = _with_advantages(bounded_excerpt(step.batch, tokens), step.objective)
     targets = prepare_step(sample, step.objective)
     plan = step.plan(sample, True)
     with float64_everywhere():
-        truth_model, compact_model = plain_copy(model), plain_copy(model)
+        truth_model, compact_model = plain_copy(model), plain_copy(model).to(model.device)
         progress(f"float64: each of {len(sample)} trajectories alone")
         truth = run_alone(
             truth_model, family_of(model), sample, plan, targets, step.objective, step.router
@@ -135,16 +139,21 @@ def measure_fidelity(
             prepare(compact_model), sample, plan, targets, step.objective, step.router
         )
     true_gradients, compact_gradients = gradients(truth_model), gradients(compact_model)
-    truths = true_gradients.items()
+    errors = [relative_error(compact_gradients[n].cpu(), t) for n, t in true_gradients.items()]
     return Fidelity(
         logprob=_largest_difference(compact, truth),
-        # Unlike max, this keeps a NaN.
-        gradient=float(np.max([relative_error(compact_gradients[n], t) for n, t in truths])),
+        gradient=float(np.max(errors)),  # unlike max, this keeps a NaN
         parameters=len(true_gradients),
         trajectories=len(sample),
         tokens=sample.raw_tokens,
         compact_tokens=plan.objective.total_work,
     )
+
+
+def _finish_kernels(policy: TreePolicy) -> None:
+    """Wait for what a GPU was told to do; the CPU does it at once."""
+    if policy.model.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _largest_difference(compact: StepOutcome, truth: StepOutcome) -> float:

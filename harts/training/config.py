@@ -21,6 +21,7 @@ from harts.objectives import GRPO, PPO
 from harts.planning.step import Planner
 from harts.training.comparison import ComparisonConfig
 from harts.training.data import DataConfig
+from harts.training.device import DeviceChoice
 from harts.training.model import ModelConfig
 from harts.training.naming import nearest
 from harts.training.optimizer import OptimizerConfig, ScheduleConfig
@@ -87,6 +88,13 @@ class RunConfig:
 
     engine: Engine = "huggingface"
     """huggingface: one process. megatron: one process a GPU, started by torchrun."""
+    device: DeviceChoice = "auto"
+    """auto: a GPU if PyTorch sees one, else the CPU. A run that was stopped may go on elsewhere.
+    With engine: megatron each process takes the GPU that torchrun gives it."""
+    compile: bool = False
+    """On a GPU, fuse what lies between matrix products with torch.compile: faster steps after a
+    slow first one. Which numbers come out then depends on the shapes compiled before, so a run
+    that was stopped goes on to the same numbers only up to rounding."""
     steps: int = 100
     """Optimiser steps of the whole run."""
     trees_per_step: int = 4
@@ -118,6 +126,16 @@ class RunConfig:
             )
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        if self.engine == "megatron" and self.device == "cpu":
+            raise InputError(
+                "device must be auto or cuda with engine: megatron, which runs on the GPUs that "
+                "torchrun gives it; got cpu. Leave device out, or use engine: huggingface"
+            )
+        if self.engine == "megatron" and self.compile:
+            raise InputError(
+                "compile must be false with engine: megatron, whose layers are Megatron's; got "
+                "true. Leave compile out, or use engine: huggingface"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

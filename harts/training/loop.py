@@ -21,6 +21,7 @@ from harts.training.checkpoint import Checkpoint, save_checkpoint, way_back
 from harts.training.comparison import ComparedStep
 from harts.training.config import TrainConfig
 from harts.training.data import TrainingData, TreeSampler
+from harts.training.device import describe_device, training_device
 from harts.training.metrics import MetricsLog, StepMetrics, measure_step
 from harts.training.model import build_model, load_model, numerics, quiet_library, vocabulary_of
 from harts.training.optimizer import build_optimizer, clip_gradients, set_learning_rate
@@ -75,29 +76,28 @@ class Trainer:
         """Load data and model, fresh or from a checkpoint.
 
         Raises:
-            InputError: invalid data or configuration, a token id beyond the vocabulary, or a
-                checkpoint of another model or other data.
+            InputError: invalid data or configuration, no such device, a token id beyond the
+                vocabulary, or a checkpoint of another model or other data.
             PlanError: a trajectory is longer than the plan's capacity, or a step cannot fill the
                 replicas.
             UnsupportedError: no adapter for the model.
         """
+        device = training_device(config.device)
+        _check_compilation(config, device)
         data = TrainingData.load(config.data, config.objective)
         check_objective(data.batch, config.objective)
         check_lengths(data.batch, config.plan.capacity)
         fingerprint = data.fingerprint()
         if checkpoint is not None:
             check_same_run(checkpoint, config, fingerprint)
-        torch.manual_seed(config.seed)
-        dtype = config.model.dtype
-        with quiet_library(), numerics(dtype):
-            with _readable(checkpoint):
-                model = (
-                    build_model(config.model)
-                    if checkpoint is None
-                    else load_model(checkpoint.path, dtype)
-                )
+        with quiet_library(), numerics(config.model.dtype):
+            model = _model(config, checkpoint).to(device)
             data.batch.check_vocabulary(vocabulary_of(model))
+            # After the model, which seeds the generators of GPUs with a seed of its own.
+            torch.manual_seed(config.seed)
             policy = prepare(model)
+            if config.compile:
+                policy.compile_layers()
             policy.set_recomputation(config.recompute)
             optimizer = build_optimizer(model, config.optimizer)
             if checkpoint is not None:
@@ -305,6 +305,22 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def _model(config: TrainConfig, checkpoint: Checkpoint | None) -> PreTrainedModel:
+    """The library's model on the CPU: there the same seed draws the same weights for any device."""
+    if checkpoint is None:
+        return build_model(config.model)
+    with _readable(checkpoint):
+        return load_model(checkpoint.path, config.model.dtype)
+
+
+def _check_compilation(config: TrainConfig, device: torch.device) -> None:
+    if config.compile and device.type != "cuda":
+        raise InputError(
+            "compile: true expects a GPU, where it makes steps faster, and this run is on "
+            f"{describe_device(device)}; set compile=false, or run where PyTorch sees a GPU"
+        )
 
 
 @contextlib.contextmanager

@@ -57,7 +57,10 @@ class ModelConfig:
 
 
 def build_model(config: ModelConfig) -> PreTrainedModel:
-    """The library's model on the CPU, in training mode, not yet prepared for trees.
+    """The library's model, in training mode, not yet prepared for trees.
+
+    It is made on torch's default device. A run makes it on the CPU and moves it, since generators
+    of other devices draw other weights from the same seed.
 
     Raises:
         InputError: a configuration field is unknown or has a bad value; no such directory.

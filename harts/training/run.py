@@ -20,6 +20,7 @@ from harts.training.checkpoint import (
 from harts.training.comparison import Fidelity, StepTimes, measure_fidelity, time_step
 from harts.training.config import TrainConfig
 from harts.training.data import TrainingData
+from harts.training.device import describe_device
 from harts.training.loop import Observer, Trainer, changed_settings
 from harts.training.metrics import MetricsLog, StepMetrics
 from harts.training.model import quiet_library
@@ -58,7 +59,8 @@ def train(config: TrainConfig, observer: Observer) -> RunReport:
     checkpoint = find_checkpoint(config)
     trainer = Trainer.start(config, checkpoint)
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    described = f"{trainer.policy.family.model_type} with {parameters:,} parameters"
+    where = describe_device(trainer.model.device)
+    described = f"{trainer.policy.family.model_type} with {parameters:,} parameters on {where}"
     introduce(config, trainer.data, described, checkpoint, observer)
     with held(directory, afresh=config.resume == "never"):
         metrics, spent = record(config, trainer, observer)

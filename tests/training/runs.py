@@ -66,6 +66,8 @@ def settings(folder: Path, batch: TrajectoryBatch | None = None, **changes: obje
         "router": {"load_balancing_coefficient": 1e-2, "expert_bias_rate": 1e-3},
         "optimizer": {"learning_rate": 3e-3},
         "comparison": {"enabled": False},
+        # Wherever the tests run, the same numbers; but Megatron takes the GPU it is given.
+        "device": "auto" if changes.get("engine") == "megatron" else "cpu",
         "steps": 4,
         "trees_per_step": 2,
         "checkpoint_every": 2,

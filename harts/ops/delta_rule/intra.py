@@ -16,6 +16,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
+def running_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum of all entries up to each along a dim, in a new tensor, added in one order anywhere.
+
+    On a GPU PyTorch has no cumsum of floats that it calls deterministic. There sums over twice as
+    many entries are added, again and again.
+    """
+    if not x.is_cuda:
+        return x.cumsum(dim)
+    size, width, total = x.shape[dim], 1, x.clone()
+    while width < size:
+        later = total.narrow(dim, width, size - width) + total.narrow(dim, 0, size - width)
+        total = torch.cat((total.narrow(dim, 0, width), later), dim)
+        width *= 2
+    return total
+
+
 class ChunkScores(NamedTuple):
     """Scores within chunks and the decays that connect a row with its chunk's two ends."""
 
@@ -75,7 +91,7 @@ class _ChannelScores(torch.autograd.Function):
             grad_key.view(shape)[:, 0].addcmul_(grad_left, level.decay_left)
             decay_left, decay_right = grad_decay.view(shape).unbind(1)
             decay_right += _suffix_sum(grad_right.mul_(level.right).view(by_row).sum(2))
-            decay_left[:, 1:] += grad_left.mul_(level.left).cumsum(1)[:, :-1]
+            decay_left[:, 1:] += running_sum(grad_left.mul_(level.left), 1)[:, :-1]
         return grad_rows[:, :, 0], grad_key + grad_rows[:, :, 1], grad_decay
 
 
@@ -103,7 +119,7 @@ def _widths(size: int) -> list[int]:
 def _halves(rows: Tensor, key: Tensor, log_decay: Tensor, width: int) -> _Halves:
     channels = key.shape[-1]
     log_left, log_right = log_decay.view(-1, 2, width, channels).unbind(1)
-    decay_right = log_right.cumsum(1).exp_()
+    decay_right = running_sum(log_right, 1).exp_()
     decay_left = _decay_to_end(log_left)
     right = rows.view(-1, 2, width, 2, channels)[:, 1] * decay_right.unsqueeze(2)
     left = key.view(-1, 2, width, channels)[:, 0] * decay_left
@@ -120,7 +136,7 @@ def _lower_blocks(scores: Tensor, width: int) -> Tensor:
 
 def _suffix_sum(x: Tensor) -> Tensor:
     """Sum over rows t >= i of [X, w, K]."""
-    return x.flip(1).cumsum(1).flip(1)
+    return running_sum(x.flip(1), 1).flip(1)
 
 
 def _decay_to_end(log_decay: Tensor) -> Tensor:
@@ -144,7 +160,7 @@ def channel_scores(query: Tensor, key: Tensor, log_decay: Tensor) -> ChunkScores
     scores: Tensor = _ChannelScores.apply(q, k, g)  # type: ignore[no-untyped-call]
     query_key, key_key = scores.view(chunks, groups, size, 2, size).unbind(3)
     return ChunkScores(
-        query_key, key_key, g.cumsum(1).exp().view(shape), _decay_to_end(g).view(shape)
+        query_key, key_key, running_sum(g, 1).exp().view(shape), _decay_to_end(g).view(shape)
     )
 
 
@@ -152,10 +168,10 @@ def scalar_scores(query: Tensor, key: Tensor, log_decay: Tensor) -> ChunkScores:
     """Gated DeltaNet: query and key [Z, H, B, K], log_decay [Z, G, B]."""
     size, share = log_decay.shape[-1], log_decay.shape[1] // query.shape[1]
     # Entry (i, j) sums steps j+1..i only; a difference of cumulative sums would lose digits.
-    steps = log_decay.unsqueeze(-1).expand(*log_decay.shape, size).tril(-1).cumsum(-2)
+    steps = running_sum(log_decay.unsqueeze(-1).expand(*log_decay.shape, size).tril(-1), -2)
     decay = steps.exp().tril()
     query_key = (query @ key.mT).repeat_interleave(share, dim=1) * decay
     key_key = (key @ key.mT).repeat_interleave(share, dim=1) * decay.tril(-1)
-    begin = log_decay.cumsum(-1).exp().unsqueeze(-1)
+    begin = running_sum(log_decay, -1).exp().unsqueeze(-1)
     end = steps[..., -1, :].exp().unsqueeze(-1)
     return ChunkScores(query_key, key_key, begin, end)

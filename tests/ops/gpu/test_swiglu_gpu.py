@@ -55,9 +55,12 @@ def test_outputs_and_gradients(
     want = weighted_swiglu_plain(*exact)
     truth = (want, *torch.autograd.grad(want, exact, grad.double()))
     assert [x.dtype for x in runs[0]] == [dtype, dtype, of_weights]
-    for got, exactly in zip(runs[0], truth, strict=True):
+    terms = weighted_swiglu_plain(exact[0], torch.ones_like(exact[1])) * grad.double()
+    # The terms of a weight's gradient cancel; float32 rounds each of them.
+    sizes = (*truth[:2], terms.abs().sum(-1))
+    for got, exactly, size in zip(runs[0], truth, sizes, strict=True):
         if got.dtype == torch.float32:
-            assert relative_error(got.double(), exactly.detach()) < 1e-6
+            assert (got.double() - exactly).norm() <= 1e-6 * size.norm()
         else:
             assert units_off(got, exactly.detach()) < 0.52
     if dtype == torch.bfloat16:

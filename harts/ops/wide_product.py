@@ -1,4 +1,4 @@
-"""bfloat16 rows times a float32 matrix, with float32's accuracy on the matrix units of a GPU.
+"""bfloat16 rows times a float32 matrix on the matrix units of a GPU, about as exact as float32.
 
 A float32 number is the sum of three bfloat16 ones, whose products float32 holds without rounding.
 So a float32 product is the sum of bfloat16 products, which matrix units add in float32; those
@@ -19,6 +19,9 @@ from torch.autograd.function import once_differentiable
 _PARTS = 3
 _PAIRS = [(i, j) for i in range(_PARTS) for j in range(_PARTS - i)]
 """Parts of two factors whose product counts."""
+_SUMMED_ROWS = 4096
+"""Matrix units cut off each sum below float32's last digit, so they must not add for long: over
+65,536 rows the error was nine times that of PyTorch's float32 product."""
 
 
 def wide_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -51,7 +54,11 @@ class _ProductInParts(torch.autograd.Function):
         grad, factors = _split(grads[0]), _split(weight)
         by_row = torch.cat([grad[i] for i, _ in _PAIRS], 1)
         by_output = torch.cat([factors[j] for _, j in _PAIRS])
-        grad_weight = _product(torch.cat(grad, 1).t(), rows)
+        grad_weight = weight.new_zeros(_PARTS * len(weight), weight.shape[1])
+        for of_outputs, of_rows in zip(
+            torch.cat(grad, 1).split(_SUMMED_ROWS), rows.split(_SUMMED_ROWS), strict=True
+        ):
+            grad_weight += _product(of_outputs.t(), of_rows)
         return by_row @ by_output, grad_weight.view(_PARTS, *weight.shape).sum(0)
 
 

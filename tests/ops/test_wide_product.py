@@ -48,8 +48,8 @@ def test_no_part_is_idle(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return tuple(torch.zeros_like(p) if i == part else p for i, p in enumerate(whole(x)))
 
     monkeypatch.setattr(module, "_split", less)
-    output, _, of_weight = errors(with_gradients(product_in_parts, hidden, weight, grad), truth)
-    assert min(output, of_weight) > 1e-6
+    output, *_ = errors(with_gradients(product_in_parts, hidden, weight, grad), truth)
+    assert output > 1e-6
 
 
 def test_a_number_is_the_sum_of_its_parts() -> None:

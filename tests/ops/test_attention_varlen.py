@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from harts.errors import UnsupportedError
-from harts.ops.attention import choose_backend, dispatch, flash4, pieces, tree_attention
+from harts.ops.attention import choose_backend, dispatch, flash4, pieces, tree_attention, varlen
 from harts.ops.attention.flash4 import FLASH4
 from harts.ops.attention.mask import _block_mask, attend_tree_mask, sees, tree_mask
 from harts.ops.attention.packed import TORCH
@@ -82,6 +82,23 @@ def test_recomputation_does_not_attend_again():
     for a, b in zip(torch.autograd.grad(again, leaves, g), want, strict=True):
         assert torch.equal(a, b)
     assert len(calls) == 2 * alone
+
+
+def test_rows_are_read_where_they_lie_only_if_kernels_can():
+    by_head = torch.randn(2, 40, 8).transpose(0, 1)
+    at = slice(3, 9)
+    assert varlen._rows(by_head, at, 8).data_ptr() == by_head[at].data_ptr()
+    flat = torch.randn(40 * 2 * 8 + 4)
+    for rows in (
+        torch.randn(40, 8, 2).transpose(1, 2),  # columns apart
+        torch.randn(8).expand(40, 2, 8),  # rows and heads at one place
+        flat[4:].view(40, 2, 8),  # not where 16 bytes begin
+        torch.randn(40, 2, 12)[..., :8],  # nor do heads
+    ):
+        read = varlen._rows(rows, at, 8)
+        assert read.is_contiguous()
+        assert torch.equal(read, rows[at])
+        assert read.data_ptr() != rows[at].data_ptr()
 
 
 @pytest.mark.usefixtures("mode")

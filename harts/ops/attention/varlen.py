@@ -242,7 +242,8 @@ def _rows(rows: Tensor, at: slice | Tensor, width: int) -> Tensor:
     part, missing = rows[at], width - rows.shape[2]
     if missing:
         return F.pad(part, (0, missing))
-    return part if _in_place(part) else part.contiguous()
+    # A copy: contiguous() would hand back rows that only begin at the wrong place.
+    return part if _in_place(part) else part.clone(memory_format=torch.contiguous_format)
 
 
 def _in_place(rows: Tensor) -> bool:

@@ -256,13 +256,13 @@ def test_the_comparison_measures_both_ways_on_the_same_step(tmp_path):
 def test_the_comparison_sees_a_wrong_convolution(tmp_path, monkeypatch):
     import harts.models.linear_attention as family
 
-    right = family._convolution
+    right = family.tree_causal_convolution
 
     def shifted(x, *args, **kwargs):
         return right(x.roll(1, 0), *args, **kwargs)
 
     trainer = start(tmp_path)
-    monkeypatch.setattr(family, "_convolution", shifted)
+    monkeypatch.setattr(family, "tree_causal_convolution", shifted)
     fidelity = measure_fidelity(trainer.model, trainer.compared_step(), 400, lambda _: None)
     assert not fidelity.passed
     assert not dataclasses.replace(fidelity, logprob=0.0, gradient=float("nan")).passed

@@ -78,8 +78,11 @@ def exact(index, leaves, grad):
     return out, *torch.autograd.grad(out, leaves, grad.double().nan_to_num(0.0))
 
 
-def errors(index, leaves, grad, want, form, **options):
-    mine = [t.cuda().requires_grad_() for t in leaves]
+def errors(index, leaves, grad, want, form, *, by_head=False, **options):
+    mine = [t.cuda() for t in leaves]
+    if by_head:  # as models give them: whole heads, one after the other
+        mine = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in mine]
+    mine = [t.requires_grad_() for t in mine]
     out = FORMS[form](*mine, on_gpu(index), leaves[0].shape[2] ** -0.5, **options)
     got = (out, *torch.autograd.grad(out, mine, grad.cuda()))
     rows = index.compact_rows
@@ -117,6 +120,16 @@ def test_packed_calls_against_float64(heads, workspace_bytes, packed):
     leaves, grad = inputs(index, heads)
     want = exact(index, leaves, grad)
     got = errors(index, leaves, grad, want, packed, workspace_bytes=workspace_bytes)
+    assert max(got) < 4e-3, got
+
+
+@pytest.mark.usefixtures("mode")
+@pytest.mark.parametrize("heads", ["MLA", "GQA 128", "MHA 64"])
+def test_rows_of_whole_heads_are_read_in_place(heads, form):
+    index = some_tree()
+    leaves, grad = inputs(index, heads)
+    want = exact(index, leaves, grad)
+    got = errors(index, leaves, grad, want, form, by_head=True)
     assert max(got) < 4e-3, got
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,13 +42,8 @@ class _Scope:
         _current.set(self)
         self._inner.__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
         _current.set(self._outside)
         self._outside = None
 

@@ -15,15 +15,22 @@ def ptx_of(kernel: Any, dtype: str, options: dict[str, Any]) -> str:
         dtype: what the pointers point to, in Triton's name.
         options: constants of the kernel and of its launch.
     """
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     launch = {name: options[name] for name in _LAUNCH}
     constants = {name: value for name, value in options.items() if name not in launch}
     signature = {
         name: "constexpr" if name in constants else "i32" if name == "rows" else f"*{dtype}"
         for name in kernel.arg_names
     }
+    return compiled_for_hopper(kernel, signature, constants, launch)["ptx"]
+
+
+def compiled_for_hopper(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], launch: dict[str, Any]
+) -> dict[str, str]:
+    """Every form that the compiler goes through, by Triton's name for it; pointers are aligned."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(kernel.arg_names)
@@ -31,8 +38,8 @@ def ptx_of(kernel: Any, dtype: str, options: dict[str, Any]) -> str:
     }
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
-    ptx: str = made.asm["ptx"]
-    return ptx
+    forms: dict[str, str] = made.asm
+    return forms
 
 
 def memory_instructions(ptx: str) -> Counter[str]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.ops.compiled_kernels import compiled_for_hopper
 from tests.ops.interpreter import run_interpreted
 
 
@@ -48,23 +49,16 @@ CONSTANTS = {
 
 def compiled(kernel: Any, **constants: object) -> list[str]:
     """Lines of the intermediate form that Triton makes of a kernel for Hopper."""
-    triton = pytest.importorskip("triton", reason="needs triton")
-    compiler = pytest.importorskip("triton.backends.compiler")
+    pytest.importorskip("triton", reason="needs triton")
     known = {argument: kind for kind, names in TYPES.items() for argument in names.split()}
     constants = {a: v for a, v in (CONSTANTS | constants).items() if a in kernel.arg_names}
     signature = {
         argument: "constexpr" if argument in constants else known.get(argument, "*bf16")
         for argument in kernel.arg_names
     }
-    aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, argument in enumerate(kernel.arg_names)
-        if signature[argument].startswith("*")
-    }
-    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    target = compiler.GPUTarget("cuda", 90, 32)
-    made = triton.compile(source, target=target, options={"num_warps": 4, "num_stages": 2})
-    return [line.strip() for line in made.asm["ttgir"].splitlines()]
+    launch = {"num_warps": 4, "num_stages": 2}
+    forms = compiled_for_hopper(kernel, signature, constants, launch)
+    return [line.strip() for line in forms["ttgir"].splitlines()]
 
 
 def overwritten_operands(lines: list[str]) -> set[str]:

@@ -26,14 +26,20 @@ def errors(found: list[Tensor], truth: list[Tensor]) -> list[float]:
     return [float((f.double() - t).norm() / t.norm()) for f, t in zip(found, truth, strict=True)]
 
 
-@pytest.mark.parametrize(("rows", "width", "outputs"), [(9000, 96, 24), (1, 8, 3), (70, 1536, 128)])
-def test_parts_are_as_near_to_float64_as_float32_is(rows: int, width: int, outputs: int) -> None:
-    hidden, weight, grad = drawn(rows, width, outputs)
+def errors_beside_float32(
+    product, hidden: Tensor, weight: Tensor, grad: Tensor
+) -> list[tuple[float, float]]:
+    """Errors of the output and both gradients, each with that of PyTorch's float32 product."""
     truth = with_gradients(F.linear, hidden.double(), weight.double(), grad)
     plain = with_gradients(lambda x, w: F.linear(x.float(), w), hidden, weight, grad)
-    found = with_gradients(product_in_parts, hidden, weight, grad)
+    found = with_gradients(product, hidden, weight, grad)
     assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.float32]
-    for ours, theirs in zip(errors(found, truth), errors(plain, truth), strict=True):
+    return list(zip(errors(found, truth), errors(plain, truth), strict=True))
+
+
+@pytest.mark.parametrize(("rows", "width", "outputs"), [(9000, 96, 24), (1, 8, 3), (70, 1536, 128)])
+def test_parts_are_as_near_to_float64_as_float32_is(rows: int, width: int, outputs: int) -> None:
+    for ours, theirs in errors_beside_float32(product_in_parts, *drawn(rows, width, outputs)):
         assert ours < 1.5 * theirs + 1e-7
 
 
